@@ -1,0 +1,84 @@
+"""Functions that graphs call beside ATen ops: losses, dropout, and the helpers of ops that a split changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from autopar.ir.axis_group import AxisGroup
+from autopar.ir.moves import take_shard
+from autopar.ir.placement import parse_state
+
+
+def token_loss(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """Cross-entropy summed over valid tokens, and their number, both scalars of the logits' dtype.
+
+    Args:
+        logits: ``[…, vocabulary]``.
+        targets: ``[…]``, integers; tokens equal to ``ignore_index`` are not valid.
+    """
+    loss = functional.cross_entropy(
+        logits.flatten(0, -2), targets.flatten(), ignore_index=ignore_index, reduction="sum"
+    )
+    return loss, (targets != ignore_index).sum().to(logits.dtype)
+
+
+def vocab_embedding(weight: Tensor, ids: Tensor, axis: AxisGroup) -> Tensor:
+    """Embedding with the rows of ``weight`` sharded over ``axis``: the result is ``P`` (one rank knows each row)."""
+    rows = weight.shape[0]
+    local = ids - axis.rank * rows
+    foreign = (local < 0) | (local >= rows)
+    found = functional.embedding(local.masked_fill(foreign, 0), weight)
+    return found.masked_fill(foreign.unsqueeze(-1), 0)
+
+
+def vocab_token_loss(
+    logits: Tensor, targets: Tensor, axis: AxisGroup, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """``token_loss`` with the vocabulary of ``logits`` sharded over ``axis``; no logits are gathered.
+
+    The results are ``I`` on the axis.
+    """
+    loss: Tensor = _VocabTokenLoss.apply(logits, targets, axis, ignore_index)
+    return loss, (targets != ignore_index).sum().to(logits.dtype)
+
+
+class _VocabTokenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: AxisGroup, ignore_index: int) -> Tensor:
+        size = logits.shape[-1]
+        valid = targets != ignore_index
+        local = targets - axis.rank * size
+        mine = valid & (local >= 0) & (local < size)
+        local = local.masked_fill(~mine, 0)
+        peak = axis.all_reduce(logits.amax(-1).contiguous(), "max")
+        shifted = logits - peak.unsqueeze(-1)
+        target_logit = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0)
+        softmax = shifted.exp_()
+        total, target_logit = axis.all_reduce(torch.stack([softmax.sum(-1), target_logit])).unbind()
+        softmax.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(softmax, local, mine, valid)
+        return (total.log() - target_logit).masked_fill(~valid, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        softmax, local, mine, valid = ctx.saved_tensors
+        hit = mine.unsqueeze(-1).to(softmax.dtype)
+        logits_gradient = softmax.scatter_add(-1, local.unsqueeze(-1), -hit)
+        logits_gradient.mul_(valid.unsqueeze(-1)).mul_(gradient)
+        return logits_gradient, None, None, None
+
+
+def sharded_dropout(tensor: Tensor, p: float, axis: AxisGroup, state: str) -> Tensor:
+    """Dropout of a sharded tensor: all ranks of ``axis`` draw the mask of the whole tensor and take their shard.
+
+    Needs the same state of the random generator on all ranks of the axis.
+    """
+    placed = parse_state(state)
+    shape = list(tensor.shape)
+    shape[placed.dim] *= axis.size
+    keep = torch.rand(shape, device=tensor.device) >= p
+    return tensor * take_shard(keep, placed, axis.rank, axis.size) / (1 - p)
