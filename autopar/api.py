@@ -1,0 +1,1 @@
+"""Composes the stages for a user: plan, compile, explain."""

@@ -1,0 +1,1 @@
+"""Benchmarks: each prints hardware, versions, seed, and predicted beside measured."""

@@ -1,0 +1,1 @@
+"""Examples: programs that a user of autopar would write."""

@@ -1,0 +1,1 @@
+"""Passes rewrite a typed graph: each one verb, one file, one frozen dataclass."""

@@ -1,0 +1,1 @@
+"""The runtime runs a plan on its ranks: groups, actions, parameters, optimizer."""

@@ -1,0 +1,1 @@
+"""The solver: costs, hardware, problem, ILP, search over meshes, and the simulator."""
