@@ -1,0 +1,1 @@
+"""Tests: they mirror the sources, and each name is a claim (see README.md)."""
