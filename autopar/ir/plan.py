@@ -1,0 +1,315 @@
+"""The plan: all decisions and what is predicted of them, as a versioned JSON document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import pydantic
+from pydantic.dataclasses import dataclass
+
+from autopar.ir.errors import PlanFormatError
+from autopar.ir.layout import Layout, NodeTyping
+from autopar.ir.mesh import LAYOUT_AXES, Mesh
+from autopar.ir.placement import Placement, parse_state
+
+PLAN_FORMAT: Literal["autopar-plan"] = "autopar-plan"
+PLAN_VERSION: Literal[1] = 1
+
+ScheduleName = Literal["1f1b", "layered"]
+RecomputeName = Literal["none", "full"]
+PrecisionName = Literal["bf16", "fp32", "float64"]
+
+_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+class ModelRef:
+    """Which model the plan is for. ``source`` rebuilds it; None for a module that was given in memory."""
+
+    name: str
+    source: str | None
+    seq_len: int | None
+    num_parameters: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+class ClusterRef:
+    """Which ranks the plan is for. ``device`` and ``backend`` come from the hardware file."""
+
+    hardware: str
+    nodes: int
+    gpus_per_node: int
+    device: str
+    backend: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+class BatchPlan:
+    """Sequences per step, per data rank and micro-batch, and micro-batches per step."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    num_micro_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+class SchedulePlan:
+    """Order of the work: schedule, recomputation, ZeRO stage."""
+
+    name: ScheduleName
+    recompute: RecomputeName
+    zero_stage: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+class TrainingPlan:
+    """Numerics and optimizer."""
+
+    precision: PrecisionName
+    optimizer: Literal["adamw", "adam", "sgd"]
+    learning_rate: float
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    max_grad_norm: float | None
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+class ParameterPlan:
+    """Where a logical parameter lives. ``placement`` has a state per layout axis, as text; ``dp`` is how it is *used*
+    (``R``: gradients are reduced), the ZeRO stage says how it is stored."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+    placement: tuple[str, ...]
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+class SegmentPlan:
+    """Blocks ``[first, last]`` on a pipeline stage."""
+
+    stage: int
+    first_block: int
+    last_block: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+class MovePlan:
+    """A change of state inside a kind of block: one collective (or none) forward, its dual backward."""
+
+    kind: str
+    value: str
+    axis: str
+    source: str
+    target: str
+    forward: str
+    backward: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+class NodePlan:
+    """Placements (states as text, in order of ``layout_axes``) of a node's operands and results."""
+
+    operands: tuple[tuple[str, ...], ...]
+    results: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+class Certificate:
+    """What is proved of the objective. ``gap`` = 1 − bound / objective."""
+
+    status: Literal["optimal", "feasible"]
+    objective_s: float
+    bound_s: float
+    gap: float
+    solve_s: float
+    num_candidates: int
+    num_solved: int
+    statement: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+class RankPrediction:
+    """Ranks with the same role (pipeline stage): bytes and seconds of a step by cause."""
+
+    stage: int
+    num_ranks: int
+    peak_bytes: int
+    bytes_by_cause: Mapping[str, int]
+    seconds_by_cause: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+class Prediction:
+    """Predicted step. ``mfu`` counts model FLOPs without recomputation."""
+
+    step_s: float
+    mfu: float
+    tokens_per_s: float
+    model_flops: float
+    usable_bytes: int
+    ranks: tuple[RankPrediction, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+class Alternative:
+    """A candidate that lost, and what it would cost."""
+
+    description: str
+    step_s: float | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+class MeshPlan:
+    """Degrees by axis name; their product is the GPUs used."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+class Plan:
+    """All decisions for one model on one cluster."""
+
+    format: Literal["autopar-plan"] = PLAN_FORMAT
+    version: Literal[1] = PLAN_VERSION
+    model: ModelRef
+    cluster: ClusterRef
+    mesh: MeshPlan
+    batch: BatchPlan
+    schedule: SchedulePlan
+    training: TrainingPlan
+    pins: Mapping[str, int | str]
+    parameters: Mapping[str, ParameterPlan]
+    segments: tuple[SegmentPlan, ...]
+    layout_axes: tuple[str, ...]
+    layout: Mapping[str, Mapping[str, NodePlan]]
+    moves: tuple[MovePlan, ...]
+    certificate: Certificate
+    prediction: Prediction
+    alternatives: tuple[Alternative, ...]
+
+    def device_mesh(self) -> Mesh:
+        """The mesh that the degrees describe."""
+        return Mesh(
+            pp=self.mesh.pp,
+            dp_replicate=self.mesh.dp_replicate,
+            dp_shard=self.mesh.dp_shard,
+            tp=self.mesh.tp,
+        )
+
+    def typed_layout(self) -> Layout:
+        """The layout as placements."""
+        return {
+            kind: {
+                node: NodeTyping(
+                    operands=tuple(map(_placement, typing.operands)),
+                    results=tuple(map(_placement, typing.results)),
+                )
+                for node, typing in nodes.items()
+            }
+            for kind, nodes in self.layout.items()
+        }
+
+
+def layout_text(layout: Layout) -> dict[str, dict[str, NodePlan]]:
+    """A layout in the form in which a plan stores it; inverse of ``Plan.typed_layout``."""
+    return {
+        kind: {
+            node: NodePlan(
+                operands=tuple(tuple(map(str, placement)) for placement in typing.operands),
+                results=tuple(tuple(map(str, placement)) for placement in typing.results),
+            )
+            for node, typing in nodes.items()
+        }
+        for kind, nodes in layout.items()
+    }
+
+
+def _placement(states: tuple[str, ...]) -> Placement:
+    return tuple(map(parse_state, states))
+
+
+_adapter: pydantic.TypeAdapter[Plan] = pydantic.TypeAdapter(Plan)
+
+
+def to_json(plan: Plan) -> str:
+    """The plan as JSON text; the same plan gives the same text."""
+    return _adapter.dump_json(plan, indent=1).decode()
+
+
+def from_json(text: str | bytes, *, where: str = "plan") -> Plan:
+    """The plan that ``to_json`` wrote.
+
+    Raises:
+        PlanFormatError: not JSON, not a plan, another version, unknown or missing fields, or values that do not fit.
+    """
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise PlanFormatError(f"not a JSON document: {error}", where=where) from None
+    if not isinstance(document, dict) or document.get("format") != PLAN_FORMAT:
+        raise PlanFormatError("not an autopar plan (no format: autopar-plan)", where=where)
+    if document.get("version") != PLAN_VERSION:
+        raise PlanFormatError(
+            f"plan version {document.get('version')!r}; this autopar reads version {PLAN_VERSION}",
+            where=where,
+            hint="plan again with this version",
+        )
+    try:
+        plan = _adapter.validate_json(text)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise PlanFormatError(f"field {field}: {first['msg']}", where=where) from None
+    _check_consistency(plan, where)
+    return plan
+
+
+def _check_consistency(plan: Plan, where: str) -> None:
+    num_ranks = plan.device_mesh().num_ranks
+    if num_ranks > plan.cluster.nodes * plan.cluster.gpus_per_node:
+        raise PlanFormatError(f"the mesh has {num_ranks} ranks, more than the cluster", where=where)
+    if plan.layout_axes != LAYOUT_AXES:
+        raise PlanFormatError(f"layout axes {plan.layout_axes}, expected {LAYOUT_AXES}", where=where)
+    per_step = plan.batch.micro_batch_size * plan.batch.num_micro_batches * plan.device_mesh().dp
+    if per_step != plan.batch.global_batch_size:
+        raise PlanFormatError(
+            f"{per_step} sequences in micro-batches, but the global batch has {plan.batch.global_batch_size}",
+            where=where,
+        )
+    stages = [segment.stage for segment in plan.segments]
+    if not stages or sorted(set(stages)) != list(range(plan.mesh.pp)):
+        raise PlanFormatError("segments do not cover every pipeline stage", where=where)
+    expected = 0
+    for index, segment in enumerate(plan.segments):
+        if segment.first_block != expected or segment.last_block < segment.first_block:
+            raise PlanFormatError(f"segment {index} does not continue the one before", where=where)
+        expected = segment.last_block + 1
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan in a file."""
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise PlanFormatError(f"cannot read the plan: {error.strerror}", where=str(path)) from None
+    return from_json(text, where=str(path))
+
+
+def json_schema() -> dict[str, object]:
+    """The JSON Schema of a plan."""
+    return _adapter.json_schema(mode="serialization")
