@@ -1,0 +1,295 @@
+"""Where a model comes from: a Hugging Face config, a function, or a module in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture.meta import meta_parameters
+from autopar.ir.errors import InputError
+
+LossFn = Callable[[Any, Mapping[str, Tensor]], Tensor]
+"""``loss_fn(output, batch)``: the model's output and all inputs by name give a scalar."""
+
+Inputs = Mapping[str, Tensor] | tuple[Tensor, ...]
+"""Example inputs by name, or in the order of ``forward``'s parameters; dim 0 is the batch."""
+
+
+class ModelSource(Protocol):
+    """A model that can be built. ``spec`` is the text to open it again from, None for a module in memory."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def spec(self) -> str | None: ...
+
+    @property
+    def loss_fn(self) -> LossFn | None:
+        """None when the loss is inside the model."""
+
+    def build(self, *, device: str = "meta", seed: int = 0) -> nn.Module:
+        """The model. On ``meta`` no weight is allocated (buffers are real); elsewhere it is initialized from ``seed``."""
+        ...
+
+    def example_inputs(self, seq_len: int | None = None) -> dict[str, Tensor]:
+        """Two sequences of ``seq_len`` (or the model's own) on the meta device, by input name.
+
+        Raises:
+            InputError: The sequence length is unknown or cannot be chosen.
+        """
+        ...
+
+
+def open_model(
+    model: str | Path | nn.Module,
+    *,
+    example_inputs: Inputs | None = None,
+    loss_fn: LossFn | None = None,
+) -> ModelSource:
+    """Where ``model`` comes from.
+
+    Args:
+        model: A Hugging Face config directory or its ``config.json``; ``"package.module:function"``, which returns
+            ``(model, example_inputs)`` or ``(model, example_inputs, loss_fn)`` and may take ``seq_len``; or a module.
+        example_inputs: For a module that is not from Hugging Face.
+        loss_fn: For a module whose output is no loss.
+
+    Raises:
+        InputError: There is no such model.
+    """
+    if isinstance(model, nn.Module):
+        return ModuleSource(module=model, inputs=example_inputs, loss_fn=loss_fn)
+    text = str(model)
+    if ":" in text and not Path(text).exists():
+        return FunctionSource(spec=text)
+    return ConfigSource(spec=text, config=_read_config(Path(text)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigSource:
+    """A Hugging Face causal language model, from its config."""
+
+    spec: str
+    config: Any
+    loss_fn: None = None
+
+    @property
+    def name(self) -> str:
+        path = Path(self.spec)
+        return path.parent.name if path.name == "config.json" else path.stem
+
+    def build(self, *, device: str = "meta", seed: int = 0) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        with _building(device, seed):
+            # The weights are fp32 whatever the config says: they are the master weights.
+            return AutoModelForCausalLM.from_config(
+                self.config, dtype=torch.float32, attn_implementation="sdpa"
+            )
+
+    def example_inputs(self, seq_len: int | None = None) -> dict[str, Tensor]:
+        return causal_lm_inputs(self.config, seq_len, self.spec)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionSource:
+    """A function that returns a model with its example inputs and, maybe, its loss function."""
+
+    spec: str
+
+    @property
+    def name(self) -> str:
+        return self.spec
+
+    @property
+    def loss_fn(self) -> LossFn | None:
+        return self._call("meta", 0, None)[2]
+
+    def build(self, *, device: str = "meta", seed: int = 0) -> nn.Module:
+        return self._call(device, seed, None)[0]
+
+    def example_inputs(self, seq_len: int | None = None) -> dict[str, Tensor]:
+        model, inputs, _ = self._call("meta", 0, seq_len)
+        return meta_inputs(named_inputs(model, inputs))
+
+    def _call(
+        self, device: str, seed: int, seq_len: int | None
+    ) -> tuple[nn.Module, Inputs, LossFn | None]:
+        function = _find_function(self.spec)
+        arguments: dict[str, int] = {}
+        if seq_len is not None:
+            if "seq_len" not in inspect.signature(function).parameters:
+                raise InputError(
+                    f"{self.spec} does not let the sequence length be chosen",
+                    hint="give the function a parameter seq_len, or leave --seq-len out",
+                )
+            arguments["seq_len"] = seq_len
+        with _building(device, seed):
+            try:
+                returned = function(**arguments)
+            except Exception as error:
+                raise InputError(
+                    f"{self.spec} failed: {type(error).__name__}: {error}", where=_last_line(error)
+                ) from error
+        match returned:
+            case (nn.Module() as model, dict() | tuple() as inputs):
+                return model, inputs, None
+            case (nn.Module() as model, dict() | tuple() as inputs, loss_fn) if callable(loss_fn):
+                return model, inputs, loss_fn
+        raise InputError(
+            f"{self.spec} returned {_describe(returned)}",
+            hint="return (model, example_inputs) or (model, example_inputs, loss_fn); inputs are a dict or tuple",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleSource:
+    """A module in memory. It cannot be built again: ``build`` returns it as it is."""
+
+    module: nn.Module
+    inputs: Inputs | None = None
+    loss_fn: LossFn | None = None
+    spec: None = None
+
+    @property
+    def name(self) -> str:
+        return type(self.module).__name__
+
+    def build(self, *, device: str = "meta", seed: int = 0) -> nn.Module:
+        return self.module
+
+    def example_inputs(self, seq_len: int | None = None) -> dict[str, Tensor]:
+        if self.inputs is not None:
+            return meta_inputs(named_inputs(self.module, self.inputs))
+        config = getattr(self.module, "config", None)
+        if config is None or not type(self.module).__module__.startswith("transformers."):
+            raise InputError(
+                f"example inputs are needed to capture a {self.name}",
+                hint="pass a batch as the model's forward takes it: a dict or tuple of tensors, batch first",
+            )
+        return causal_lm_inputs(config, seq_len, self.name)
+
+
+def causal_lm_inputs(config: Any, seq_len: int | None, where: str) -> dict[str, Tensor]:
+    """``input_ids`` and ``labels`` [2, seq_len] on the meta device; the default length is the model's longest."""
+    if seq_len is None:
+        seq_len = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(seq_len, int) or seq_len < 1:
+        raise InputError(f"no usable sequence length: {seq_len}", where=where, hint="give one")
+    shape = (2, seq_len)
+    return {
+        name: torch.empty(shape, dtype=torch.int64, device="meta")
+        for name in ("input_ids", "labels")
+    }
+
+
+def named_inputs(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
+    """``inputs`` by name; those of a tuple are named as the parameters of ``model.forward``."""
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
+    names = list(inspect.signature(model.forward).parameters)
+    names += [f"input_{index}" for index in range(len(names), len(inputs))]
+    return dict(zip(names, inputs, strict=False))
+
+
+def meta_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of ``inputs`` without values, with a batch of 2.
+
+    Raises:
+        InputError: An input is no tensor or has no batch dim, or the batches differ.
+    """
+    if not inputs:
+        raise InputError("the example inputs are empty")
+    for name, value in inputs.items():
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            raise InputError(
+                f"example input {name!r} is {_describe(value)}",
+                hint="inputs are tensors whose dim 0 is the batch; fix other arguments in the module",
+            )
+    batches = {name: value.shape[0] for name, value in inputs.items()}
+    if len(set(batches.values())) != 1:
+        raise InputError(f"example inputs have different batch sizes: {batches}")
+    return {
+        name: torch.empty((2, *value.shape[1:]), dtype=value.dtype, device="meta")
+        for name, value in inputs.items()
+    }
+
+
+@contextlib.contextmanager
+def _building(device: str, seed: int) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        with meta_parameters() if device == "meta" else torch.device(device):
+            yield
+
+
+def _read_config(path: Path) -> Any:
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError as error:
+        raise InputError(
+            "reading a Hugging Face config needs the package transformers",
+            where=str(path),
+            hint="pip install 'autopar[transformers]'",
+        ) from error
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise InputError(
+            f"there is no model at {path}",
+            hint="give a config.json, its directory, or package.module:function",
+        )
+    try:
+        settings = json.loads(file.read_text())
+    except (ValueError, OSError) as error:
+        raise InputError(f"{file} is no JSON: {error}", where=str(file)) from error
+    model_type = settings.get("model_type") if isinstance(settings, dict) else None
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise InputError(
+            f"{file} is no transformer config: its model_type is {model_type!r}",
+            where=str(file),
+            hint="a config.json of Hugging Face names its model_type, for example 'llama'",
+        )
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict(settings)
+    except Exception as error:
+        raise InputError(f"transformers refuses the config: {error}", where=str(file)) from error
+    return config
+
+
+def _find_function(spec: str) -> Callable[..., object]:
+    module_name, _, function_name = spec.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise InputError(
+            f"module {module_name!r} cannot be imported: {error}",
+            where=spec,
+            hint="run from the directory that holds it, or set PYTHONPATH",
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise InputError(f"module {module_name!r} has no function {function_name!r}", where=spec)
+    return function  # type: ignore[no-any-return]
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of " + ", ".join(type(item).__name__ for item in value)
+    return f"a {type(value).__name__}" + (" without dims" if isinstance(value, Tensor) else "")
+
+
+def _last_line(error: BaseException) -> str | None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else None
