@@ -48,7 +48,9 @@ def vocab_token_loss(
 
 class _VocabTokenLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: AxisGroup, ignore_index: int) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, axis: AxisGroup, ignore_index: int
+    ) -> Tensor:
         size = logits.shape[-1]
         valid = targets != ignore_index
         local = targets - axis.rank * size

@@ -154,7 +154,9 @@ class LossKind(Enum):
     """What the model's loss is."""
 
     TOKEN_SUM = "token_sum"  # sum over valid tokens ÷ their global number
-    MICRO_BATCH_MEAN = "micro_batch_mean"  # any other scalar: the mean over micro-batches, each defined by itself
+    MICRO_BATCH_MEAN = (
+        "micro_batch_mean"  # any other scalar: the mean over micro-batches, each defined by itself
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -33,7 +33,9 @@ class Mesh:
     def __post_init__(self) -> None:
         for axis in MESH_AXES:
             if self.size(axis) < 1:
-                raise InputError(f"mesh axis {axis} has size {self.size(axis)}; it must be at least 1")
+                raise InputError(
+                    f"mesh axis {axis} has size {self.size(axis)}; it must be at least 1"
+                )
 
     @property
     def dp(self) -> int:

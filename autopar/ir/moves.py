@@ -96,7 +96,9 @@ def transfer(tensor: Tensor, axis: AxisGroup, source: State, target: State) -> T
         received = axis.all_to_all(_stack_shards(tensor, target, axis.size))
         return assemble(received.chunk(axis.size), source)
     whole = assemble(axis.all_gather(tensor.contiguous()).chunk(axis.size), source)
-    return whole if target.is_whole else take_shard(whole, target, axis.rank, axis.size).contiguous()
+    return (
+        whole if target.is_whole else take_shard(whole, target, axis.rank, axis.size).contiguous()
+    )
 
 
 def take_shard(tensor: Tensor, state: State, rank: int, num_ranks: int) -> Tensor:
@@ -104,7 +106,9 @@ def take_shard(tensor: Tensor, state: State, rank: int, num_ranks: int) -> Tenso
     dim, blocks = state.dim, state.blocks
     size = tensor.shape[dim]
     shares = shard_sizes(size, blocks, num_ranks)
-    assert shares is not None, f"size {size} of dim {dim} does not divide into {state} over {num_ranks} ranks"
+    assert shares is not None, (
+        f"size {size} of dim {dim} does not divide into {state} over {num_ranks} ranks"
+    )
     pieces: list[Tensor] = []
     start = 0
     for share in shares:

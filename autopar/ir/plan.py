@@ -11,6 +11,7 @@ import pydantic
 from pydantic.dataclasses import dataclass
 
 from autopar.ir.errors import PlanFormatError
+from autopar.ir.explain import explain
 from autopar.ir.layout import Layout, NodeTyping
 from autopar.ir.mesh import LAYOUT_AXES, Mesh
 from autopar.ir.placement import Placement, parse_state
@@ -211,6 +212,14 @@ class Plan:
             tp=self.mesh.tp,
         )
 
+    def explain(self) -> str:
+        """The plan in words: decisions, time and memory by cause, collectives, runners-up."""
+        return explain(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; ``read_plan`` reads it back."""
+        Path(path).write_text(to_json(self) + "\n")
+
     def typed_layout(self) -> Layout:
         """The layout as placements."""
         return {
@@ -284,7 +293,9 @@ def _check_consistency(plan: Plan, where: str) -> None:
     if num_ranks > plan.cluster.nodes * plan.cluster.gpus_per_node:
         raise PlanFormatError(f"the mesh has {num_ranks} ranks, more than the cluster", where=where)
     if plan.layout_axes != LAYOUT_AXES:
-        raise PlanFormatError(f"layout axes {plan.layout_axes}, expected {LAYOUT_AXES}", where=where)
+        raise PlanFormatError(
+            f"layout axes {plan.layout_axes}, expected {LAYOUT_AXES}", where=where
+        )
     per_step = plan.batch.micro_batch_size * plan.batch.num_micro_batches * plan.device_mesh().dp
     if per_step != plan.batch.global_batch_size:
         raise PlanFormatError(

@@ -16,7 +16,9 @@ class ActionKind(Enum):
     FORWARD = "F"
     BACKWARD = "B"
     SEND_ACTIVATIONS = "SA"  # the results of the segment, to the next segment's stage
-    RECEIVE_ACTIVATIONS = "RA"  # post the receive of the segment's activations; its forward waits for them
+    RECEIVE_ACTIVATIONS = (
+        "RA"  # post the receive of the segment's activations; its forward waits for them
+    )
     SEND_GRADIENTS = "SG"  # gradients of the segment's activations, to the previous segment's stage
     RECEIVE_GRADIENTS = "RG"  # post the receive of the gradients of the segment's results
     GATHER_PARAMETERS = "G"  # start it; the next use of the segment waits for it

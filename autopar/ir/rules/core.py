@@ -105,7 +105,11 @@ def block_patterns(rules: Sequence[Rule]) -> BlockPatterns:
                 size = math.prod(whole) * sum(dim.blocks)  # type: ignore[arg-type]
                 for factor in dim.factors:
                     state = _shard_of(rule, dim, 0, factor, (1,))
-                    if state is not None and len(state.blocks) > 1 and factor not in rule.unsplittable:
+                    if (
+                        state is not None
+                        and len(state.blocks) > 1
+                        and factor not in rule.unsplittable
+                    ):
                         found.setdefault(int(size), set()).add(state.blocks)
     return {size: frozenset(patterns) for size, patterns in found.items()}
 
@@ -136,7 +140,9 @@ def options_of(
     for linear in rule.linear:
         states = tuple(PARTIAL if index in linear else REPLICATED for index in range(num_operands))
         found.append(Option(operands=states, results=(PARTIAL,) * num_results))
-    found.extend(option for option in rule.extra if _divides(option, operands, results, axis_size, batch))
+    found.extend(
+        option for option in rule.extra if _divides(option, operands, results, axis_size, batch)
+    )
     normal = (
         Option(
             operands=tuple(map(normal_state, option.operands, operands)),
@@ -175,7 +181,10 @@ def _split(rule: Rule, factor: str, pattern: tuple[int, ...]) -> Option | None:
             return None
         results.append(state)
     return Option(
-        operands=tuple(operands), results=tuple(results), factor=factor, helper=rule.helpers.get(factor)
+        operands=tuple(operands),
+        results=tuple(results),
+        factor=factor,
+        helper=rule.helpers.get(factor),
     )
 
 
@@ -190,7 +199,9 @@ def _state_of(
     return _shard_of(rule, dims[carrying[0]], carrying[0], factor, pattern)
 
 
-def _shard_of(rule: Rule, dim: Dim, index: int, factor: str, pattern: tuple[int, ...]) -> State | None:
+def _shard_of(
+    rule: Rule, dim: Dim, index: int, factor: str, pattern: tuple[int, ...]
+) -> State | None:
     """``S(index, …)`` that gives each rank its part of ``factor`` in ``dim``, the factor itself split in ``pattern``."""
     prefix = rule.prefix(dim, factor)
     if prefix is None:
@@ -212,6 +223,7 @@ def _divides(
     pairs = zip((*option.operands, *option.results), (*operands, *results), strict=True)
     return all(
         not state.is_sharded
-        or shard_sizes(evaluate(tensor.shape[state.dim], batch), state.blocks, axis_size) is not None
+        or shard_sizes(evaluate(tensor.shape[state.dim], batch), state.blocks, axis_size)
+        is not None
         for state, tensor in pairs
     )

@@ -1,0 +1,183 @@
+"""A plan in words: what was decided, what it costs, what fills the memory. Reads only what the plan stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autopar.ir.plan import Plan
+
+
+_GIB = 2**30
+
+
+def explain(plan: Plan) -> str:
+    """The plan as text for a terminal, about a screen long."""
+    sections = (
+        _summary(plan),
+        _decisions(plan),
+        _stages(plan),
+        _time(plan),
+        _memory(plan),
+        _placements(plan),
+        _moves(plan),
+        _alternatives(plan),
+    )
+    return "\n\n".join(section for section in sections if section)
+
+
+def _summary(plan: Plan) -> str:
+    num_gpus = plan.device_mesh().num_ranks
+    certificate, prediction = plan.certificate, plan.prediction
+    proof = f"{certificate.status}: {certificate.statement}"
+    return "\n".join(
+        (
+            f"{plan.model.name} ({plan.model.num_parameters / 1e9:.3g} B parameters) on {num_gpus} of "
+            f"{plan.cluster.nodes * plan.cluster.gpus_per_node} × {plan.cluster.hardware}",
+            f"  step {_seconds(prediction.step_s)}, {prediction.tokens_per_s:,.0f} tokens/s, "
+            f"MFU {prediction.mfu:.1%}, fullest rank "
+            f"{max(rank.peak_bytes for rank in prediction.ranks) / _GIB:.2f} of {prediction.usable_bytes / _GIB:.2f} GiB",
+            f"  {proof} ({certificate.num_candidates} candidates bounded, {certificate.num_solved} solved, "
+            f"{certificate.solve_s:.1f} s)",
+        )
+    )
+
+
+def _decisions(plan: Plan) -> str:
+    mesh, batch, schedule, training = plan.mesh, plan.batch, plan.schedule, plan.training
+    rows = [
+        (
+            "mesh",
+            f"pipeline {mesh.pp} × data {mesh.dp_replicate} (replicate) × {mesh.dp_shard} (shard) × tensor {mesh.tp}",
+        ),
+        (
+            "batch",
+            f"{batch.global_batch_size} sequences = {batch.num_micro_batches} micro-batches × "
+            f"{batch.micro_batch_size} × {plan.device_mesh().dp} data ranks",
+        ),
+        (
+            "schedule",
+            f"{schedule.name}, ZeRO stage {schedule.zero_stage}, recompute {schedule.recompute}",
+        ),
+        (
+            "training",
+            f"{training.precision}, {training.optimizer} (lr {training.learning_rate:g}), "
+            f"gradient clipping {'off' if training.max_grad_norm is None else f'at {training.max_grad_norm:g}'}",
+        ),
+    ]
+    if plan.pins:
+        rows.append(
+            ("pinned", ", ".join(f"{key}={value}" for key, value in sorted(plan.pins.items())))
+        )
+    return _table(rows)
+
+
+def _stages(plan: Plan) -> str:
+    lines = []
+    for stage in range(plan.mesh.pp):
+        held = [segment for segment in plan.segments if segment.stage == stage]
+        runs = _runs((segment.first_block, segment.last_block) for segment in held)
+        lines.append(
+            (f"stage {stage}", f"blocks {runs} in {len(held)} segment{'s' * (len(held) != 1)}")
+        )
+    return _table(lines)
+
+
+def _time(plan: Plan) -> str:
+    slowest = max(plan.prediction.ranks, key=lambda rank: sum(rank.seconds_by_cause.values()))
+    return _by_cause(
+        f"time of a step (stage {slowest.stage})",
+        [
+            (cause, seconds, _seconds(seconds))
+            for cause, seconds in slowest.seconds_by_cause.items()
+        ],
+    )
+
+
+def _memory(plan: Plan) -> str:
+    fullest = max(plan.prediction.ranks, key=lambda rank: rank.peak_bytes)
+    return _by_cause(
+        f"memory of the fullest rank (stage {fullest.stage})",
+        [(cause, num, f"{num / _GIB:.2f} GiB") for cause, num in fullest.bytes_by_cause.items()],
+    )
+
+
+def _by_cause(title: str, causes: Iterable[tuple[str, float, str]]) -> str:
+    present = sorted((cause for cause in causes if cause[1] > 0), key=lambda cause: -cause[1])
+    total = sum(amount for _, amount, _ in present)
+    if not present:
+        return ""
+    return "\n".join(
+        (
+            title,
+            _table(
+                [(name, f"{text:>10}  {amount / total:5.1%}") for name, amount, text in present]
+            ),
+        )
+    )
+
+
+def _placements(plan: Plan) -> str:
+    """How parameters are sharded over the tensor axis, grouped: the layout a person wants to see first."""
+    tensor = plan.layout_axes.index("tp")
+    if plan.mesh.tp == 1:
+        return ""
+    grouped: dict[tuple[str, str], int] = {}
+    for name, parameter in plan.parameters.items():
+        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        key = (pattern, parameter.placement[tensor])
+        grouped[key] = grouped.get(key, 0) + 1
+    rows = [
+        (state, f"{pattern}{f'  ×{count}' if count > 1 else ''}")
+        for (pattern, state), count in grouped.items()
+    ]
+    return "\n".join(("parameters on the tensor axis", _table(rows)))
+
+
+def _moves(plan: Plan) -> str:
+    traffic = [move for move in plan.moves if (move.forward, move.backward) != ("none", "none")]
+    if not traffic:
+        return ""
+    rows = [
+        (
+            move.kind,
+            f"{move.value}: {move.source} → {move.target} on {move.axis}: "
+            f"{move.forward.replace('_', '-')} forward, {move.backward.replace('_', '-')} backward, "
+            f"{move.bytes / 2**20:.1f} MiB",
+        )
+        for move in traffic
+    ]
+    return "\n".join(("collectives of a micro-batch", _table(rows)))
+
+
+def _alternatives(plan: Plan) -> str:
+    if not plan.alternatives:
+        return ""
+    rows = [
+        (
+            "–" if other.step_s is None else f"+{other.step_s / plan.prediction.step_s - 1:.1%}",
+            f"{other.description}: {other.reason}",
+        )
+        for other in plan.alternatives
+    ]
+    return "\n".join(("runners-up", _table(rows)))
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
+
+
+def _runs(ranges: Iterable[tuple[int, int]]) -> str:
+    merged: list[tuple[int, int]] = []
+    for first, last in ranges:
+        if merged and merged[-1][1] + 1 == first:
+            merged[-1] = (merged[-1][0], last)
+        else:
+            merged.append((first, last))
+    return ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in merged)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
