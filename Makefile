@@ -60,7 +60,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 # Sets the shell variable `python`. A candidate must run: a version manager's shim may not.
 define find_python
 python=; for name in python3.11 python3 python3.12 python3.13; do \
-  if "$$name" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+  if "$$name" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; \
   then python=$$name; break; fi; done; \
 [ -n "$$python" ] || { echo "autopar needs Python 3.11 or newer, with venv" >&2; exit 1; }
 endef
