@@ -1,7 +1,9 @@
-"""Functions that graphs call beside ATen ops: losses, dropout, and the helpers of ops that a split changes."""
+"""Functions that graphs call beside ATen ops: the loss, and forms of ops that a split changes."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,21 +28,29 @@ def token_loss(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> tup
     return loss, (targets != ignore_index).sum().to(logits.dtype)
 
 
-def vocab_embedding(weight: Tensor, ids: Tensor, axis: AxisGroup) -> Tensor:
-    """Embedding with the rows of ``weight`` sharded over ``axis``: the result is ``P`` (one rank knows each row)."""
+def vocab_embedding(weight: Tensor, ids: Tensor, axis: AxisGroup, padding_idx: int = -1) -> Tensor:
+    """Embedding with the rows of ``weight`` sharded over ``axis``: the result is ``P``.
+
+    One rank knows each row. The row ``padding_idx``, if it is not negative, gets no gradient.
+    """
     rows = weight.shape[0]
     local = ids - axis.rank * rows
     foreign = (local < 0) | (local >= rows)
-    found = functional.embedding(local.masked_fill(foreign, 0), weight)
+    padding = padding_idx - axis.rank * rows
+    found = functional.embedding(
+        local.masked_fill(foreign, 0),
+        weight,
+        padding_idx=padding if padding_idx >= 0 and 0 <= padding < rows else None,
+    )
     return found.masked_fill(foreign.unsqueeze(-1), 0)
 
 
 def vocab_token_loss(
     logits: Tensor, targets: Tensor, axis: AxisGroup, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
-    """``token_loss`` with the vocabulary of ``logits`` sharded over ``axis``; no logits are gathered.
+    """``token_loss`` with the vocabulary of ``logits`` sharded over ``axis``.
 
-    The results are ``I`` on the axis.
+    No logits are gathered. The results are ``I`` on the axis.
     """
     loss: Tensor = _VocabTokenLoss.apply(logits, targets, axis, ignore_index)
     return loss, (targets != ignore_index).sum().to(logits.dtype)
@@ -74,13 +84,35 @@ class _VocabTokenLoss(torch.autograd.Function):
         return logits_gradient, None, None, None
 
 
-def sharded_dropout(tensor: Tensor, p: float, axis: AxisGroup, state: str) -> Tensor:
-    """Dropout of a sharded tensor: all ranks of ``axis`` draw the mask of the whole tensor and take their shard.
+def partial_mean(
+    tensor: Tensor,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    axes: Sequence[AxisGroup],
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """This rank's term of the mean of a tensor whose reduced dims are sharded evenly over ``axes``."""
+    mean = tensor.mean(dim, keepdim, dtype=dtype)
+    return mean / math.prod(axis.size for axis in axes)
 
-    Needs the same state of the random generator on all ranks of the axis.
+
+def dropout(tensor: Tensor, p: float) -> Tensor:
+    """Dropout that draws the same mask as ``sharded_dropout`` from the same random state."""
+    return _drop(tensor, torch.rand(tensor.shape, device=tensor.device) >= p, p)
+
+
+def sharded_dropout(tensor: Tensor, p: float, axis: AxisGroup, state: str) -> Tensor:
+    """Dropout of a sharded tensor, with the mask of the whole tensor.
+
+    Every rank of ``axis`` draws that mask and takes its shard. Needs the same state of the random generator on all ranks of the axis.
     """
     placed = parse_state(state)
     shape = list(tensor.shape)
     shape[placed.dim] *= axis.size
     keep = torch.rand(shape, device=tensor.device) >= p
-    return tensor * take_shard(keep, placed, axis.rank, axis.size) / (1 - p)
+    return _drop(tensor, take_shard(keep, placed, axis.rank, axis.size), p)
+
+
+def _drop(tensor: Tensor, keep: Tensor, p: float) -> Tensor:
+    return tensor * keep / (1 - p) if p < 1 else torch.zeros_like(tensor)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,7 +23,12 @@ BATCH = sympy.Symbol("b", integer=True, positive=True)
 
 def evaluate(size: Size, batch: int) -> int:
     """``size`` at ``batch`` sequences."""
-    return size if isinstance(size, int) else int(size.subs(BATCH, batch))
+    return size if isinstance(size, int) else _evaluate(size, batch)
+
+
+@functools.lru_cache(maxsize=4096)
+def _evaluate(size: sympy.Expr, batch: int) -> int:
+    return int(size.subs(BATCH, batch))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +48,10 @@ class TensorInfo:
 class NodeInfo:
     """What a node produces, and where it comes from.
 
-    ``tensors`` has one entry, or several for a node with a tuple value (``split``), whose elements are read by
-    ``operator.getitem`` nodes. ``module`` is the path of the module (``model.layers.0.mlp``) and ``source`` the
-    model's source line (``modeling_llama.py:123, in forward``).
+    ``tensors`` has one entry, or several for a node with a tuple value (``split``), whose elements
+    are read by ``operator.getitem`` nodes. ``module`` is the path of the module
+    (``model.layers.0.mlp``) and ``source`` the model's source line (``modeling_llama.py:123, in
+    forward``).
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -87,7 +94,8 @@ class Role(Enum):
 class ValueId:
     """Name of a value of the whole model.
 
-    ``name`` is a parameter, input or constant name, or ``<block index>:<output index>`` of an activation.
+    ``name`` is a parameter, input or constant name, or ``<block index>:<output index>`` of an
+    activation.
     """
 
     role: Role
@@ -106,10 +114,11 @@ def activation(block: int, output: int) -> ValueId:
 class BlockKind:
     """One graph for all blocks that are alike.
 
-    ``graph`` is pure: its placeholders are parameters, inputs, constants and activations (``roles``, in order), and
-    its output node returns a flat tuple of tensors. Ops are ATen overloads and functions of
-    ``autopar.ir.functional``. Shape arguments of ``reshape``, ``expand`` and creation ops are meaningless where they
-    depend on the batch: the shape is what ``info(node)`` says, and localizing writes the arguments anew.
+    ``graph`` is pure: its placeholders are parameters, inputs, constants and activations
+    (``roles``, in order), and its output node returns a flat tuple of tensors. Ops are ATen
+    overloads and functions of ``autopar.ir.functional``. Shape arguments of ``reshape``, ``expand``
+    and creation ops are meaningless where they depend on the batch: the shape is what
+    ``info(node)`` says, and localizing writes the arguments anew.
     """
 
     name: str
@@ -131,7 +140,9 @@ class BlockKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """An instance of a kind. ``bindings`` say, placeholder by placeholder, which value of the model goes in."""
+    """An instance of a kind. ``bindings`` say, placeholder by placeholder, which value of the model
+    goes in.
+    """
 
     index: int
     kind: str
@@ -141,7 +152,9 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A logical parameter. ``names`` are all the names under which the model knows it (tied weights have several)."""
+    """A logical parameter. ``names`` are all the names under which the model knows it (tied weights
+    have several).
+    """
 
     name: str
     names: tuple[str, ...]
@@ -163,9 +176,9 @@ class LossKind(Enum):
 class ModelGraph:
     """A captured model: forward pass with loss.
 
-    ``loss`` is a scalar: a sum over tokens (then ``weight`` is the number of its valid tokens, a scalar) or, for
-    ``MICRO_BATCH_MEAN``, the loss of a micro-batch (then ``weight`` is None and a micro-batch weighs by its
-    sequences). The loss of a step is Σ loss / Σ weight.
+    ``loss`` is a scalar: a sum over tokens (then ``weight`` is the number of its valid tokens, a
+    scalar) or, for ``MICRO_BATCH_MEAN``, the loss of a micro-batch (then ``weight`` is None and a
+    micro-batch weighs by its sequences). The loss of a step is Σ loss / Σ weight.
     """
 
     name: str

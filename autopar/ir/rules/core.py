@@ -1,11 +1,14 @@
 """Factor rules: how an op's dims relate, and the per-axis options (typings of the op) that follow.
 
-A rule names the *factors* of every operand and result dim, like an einsum: ``linear: b s k, n k -> b s n``.
+A rule names the *factors* of every operand and result dim, like an einsum: ``linear: b s k, n k ->
+b s n``.
 
-1. *A factor split* shards the operands and results that carry it and makes operands that lack it ``R``. A factor
-   that no result carries is contracted: results are ``P``, and additive operands that lack it must be ``P``.
-2. *No factor split*: all operands ``I``; all ``R``; or ``P`` on a set of operands in which the op is jointly
-   linear, with the others ``R``.
+1. *A factor split* shards the operands and results that carry it and makes operands that lack it
+   ``R``. A factor
+   that no result carries is contracted: results are ``P``, and additive operands that lack it must
+       be ``P``.
+2. *No factor split*: all operands ``I``; all ``R``; or ``P`` on a set of operands in which the op
+   is jointly linear, with the others ``R``.
 3. ``extra`` options need a helper: vocabulary-split embedding and cross-entropy.
 
 Operands without gradient know no difference between ``I`` and ``R``: they are written ``R``.
@@ -23,9 +26,11 @@ from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATED, State, shard_si
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """Factors of one dim, outermost first; none for a broadcast dim of size 1 (or one that must stay whole).
+    """Factors of one dim, outermost first; none for a broadcast dim of size 1 (or one that must
+    stay whole).
 
-    ``blocks``: the dim is a concatenation of blocks in these proportions, each made of the factors (fused QKV).
+    ``blocks``: the dim is a concatenation of blocks in these proportions, each made of the factors
+    (fused QKV).
     """
 
     factors: tuple[str, ...] = ()
@@ -37,7 +42,9 @@ TensorDims = tuple[Dim, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One typing of an op on one axis. ``helper`` names the local form that it needs, if it is not the op itself."""
+    """One typing of an op on one axis. ``helper`` names the local form that it needs, if it is not
+    the op itself.
+    """
 
     operands: tuple[State, ...]
     results: tuple[State, ...]
@@ -59,7 +66,8 @@ class Rule:
         sizes: Size of each factor (may depend on the batch).
         unsplittable: Factors that may not be split (a softmax row, norm features).
         linear: Sets of operands in which the op is jointly linear when all others are constant.
-        additive: Operands that are added to a contraction (a bias): ``P`` where the contracted factor is split.
+        additive: Operands that are added to a contraction (a bias): ``P`` where the contracted
+            factor is split.
         helpers: Factor → name of the local form that a split of it needs.
         extra: Per-axis options beyond the factors, as a function of nothing but the rule.
     """
@@ -74,7 +82,9 @@ class Rule:
     extra: tuple[Option, ...] = ()
 
     def prefix(self, dim: Dim, factor: str) -> int | None:
-        """Product of the sizes of the factors outside ``factor`` in ``dim``; None when it depends on the batch."""
+        """Product of the sizes of the factors outside ``factor`` in ``dim``; None when it depends
+        on the batch.
+        """
         sizes = [self.sizes[outer] for outer in dim.factors[: dim.factors.index(factor)]]
         return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None  # type: ignore[arg-type]
 
@@ -90,11 +100,11 @@ class Rule:
 
 
 BlockPatterns = Mapping[int, frozenset[tuple[int, ...]]]
-"""Size of a dim → the proportions of blocks that some op of the graph sees in a dim of that size."""
+"""Size of a dim → the proportions of blocks that some op of the graph sees in such a dim."""
 
 
 def block_patterns(rules: Sequence[Rule]) -> BlockPatterns:
-    """The block structures that the rules of a graph know of: what a fused dim may be sharded by."""
+    """The block structures that the rules of a graph know of."""
     found: dict[int, set[tuple[int, ...]]] = {}
     for rule in rules:
         for dims in (*rule.operands, *rule.results):
@@ -164,7 +174,9 @@ def normal_state(state: State, tensor: TensorInfo) -> State:
 
 
 def _split(rule: Rule, factor: str, pattern: tuple[int, ...]) -> Option | None:
-    """The option that splits ``factor``, each of its dims in ``pattern``; None where a dim cannot be split so."""
+    """The option that splits ``factor``, each of its dims in ``pattern``; None where a dim cannot
+    be split so.
+    """
     contracted = not any(factor in dim.factors for dims in rule.results for dim in dims)
     operands: list[State] = []
     for index, dims in enumerate(rule.operands):
@@ -176,7 +188,8 @@ def _split(rule: Rule, factor: str, pattern: tuple[int, ...]) -> Option | None:
     results: list[State] = []
     for dims in rule.results:
         state = _state_of(rule, dims, factor, pattern, PARTIAL if contracted else REPLICATED)
-        # a result that lacks a factor which another result carries would be a partial sum of another kind
+        # a result that lacks a factor which another result carries would be a partial sum of
+        # another kind
         if state is None or (state == REPLICATED and not contracted):
             return None
         results.append(state)
@@ -202,7 +215,9 @@ def _state_of(
 def _shard_of(
     rule: Rule, dim: Dim, index: int, factor: str, pattern: tuple[int, ...]
 ) -> State | None:
-    """``S(index, …)`` that gives each rank its part of ``factor`` in ``dim``, the factor itself split in ``pattern``."""
+    """``S(index, …)`` that gives each rank its part of ``factor`` in ``dim``, the factor itself
+    split in ``pattern``.
+    """
     prefix = rule.prefix(dim, factor)
     if prefix is None:
         return None

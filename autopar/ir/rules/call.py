@@ -1,0 +1,170 @@
+"""The arguments of a node by name, and rules written over these names."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import NodeInfo, TensorInfo, info
+from autopar.ir.layout import operands_of
+from autopar.ir.rules.core import Option, Rule, TensorDims
+from autopar.ir.rules.text import SizeTable, match_dims, parse_dims
+
+
+class Call:
+    """A ``call_function`` node with its arguments bound to the names of the op's schema.
+
+    Attributes:
+        node: The node.
+        info: Its facts.
+        operands: Shape and dtype of the tensor operands, in the order of ``operands_of``.
+    """
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
+        self.info: NodeInfo = info(node)
+        self.operands: tuple[TensorInfo, ...] = tuple(
+            info(operand).tensor for operand in operands_of(node)
+        )
+        names, defaults = _signature(node.target)
+        self._arguments: dict[str, Any] = {**defaults}
+        self._indices: dict[str, tuple[int, ...]] = {}
+        count = 0
+        for name, value in (*zip(names, node.args, strict=False), *node.kwargs.items()):
+            self._arguments[name] = value
+            num_nodes = _num_nodes(value)
+            self._indices[name] = tuple(range(count, count + num_nodes))
+            count += num_nodes
+        assert count == len(self.operands), f"{node.target} has more arguments than its schema"
+
+    def argument(self, name: str) -> Any:
+        """The value of an argument, or its default."""
+        return self._arguments[name]
+
+    def argument_or(self, name: str, default: Any) -> Any:
+        """The value of an argument that some overloads of the op lack."""
+        return self._arguments.get(name, default)
+
+    def integer(self, name: str) -> int:
+        """The value of an argument that is an int."""
+        value = self._arguments[name]
+        assert isinstance(value, int), f"{self.node.target}: {name} is {value!r}, not an int"
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """The value of an argument that is a list of ints (or one int)."""
+        value = self._arguments[name]
+        return (value,) if isinstance(value, int) else tuple(value)
+
+    def indices(self, *names: str) -> tuple[int, ...]:
+        """Positions among the operands of the tensors that are given as these arguments."""
+        return tuple(index for name in names for index in self._indices.get(name, ()))
+
+    def tensor(self, name: str) -> TensorInfo | None:
+        """The tensor given as an argument; None when it is absent or no tensor."""
+        found = self.indices(name)
+        return self.operands[found[0]] if found else None
+
+    @property
+    def results(self) -> tuple[TensorInfo, ...]:
+        return self.info.tensors
+
+    def rule(
+        self,
+        operands: Mapping[str, TensorDims],
+        results: Sequence[TensorDims],
+        sizes: Mapping[str, Any],
+        *,
+        unsplittable: Iterable[str] = (),
+        linear: Iterable[tuple[str, ...]] = (),
+        additive: Iterable[str] = (),
+        helpers: Mapping[str, str] | None = None,
+        extra: Sequence[Option] = (),
+    ) -> Rule:
+        """A rule from dims by argument name; what is said of absent tensors is left out."""
+        dims: list[TensorDims] = [()] * len(self.operands)
+        for name, tensor_dims in operands.items():
+            for index in self.indices(name):
+                dims[index] = tensor_dims
+        return Rule(
+            operands=tuple(dims),
+            results=tuple(results),
+            sizes=dict(sizes),
+            unsplittable=frozenset(unsplittable),
+            linear=tuple(
+                dict.fromkeys(
+                    frozenset(found) for names in linear if (found := self.indices(*names))
+                )
+            ),
+            additive=frozenset(self.indices(*additive)),
+            helpers=helpers or {},
+            extra=tuple(extra),
+        )
+
+    def text_rule(
+        self,
+        operands: Mapping[str, str],
+        results: Sequence[str],
+        *,
+        linear: Iterable[tuple[str, ...]] = (),
+        additive: Iterable[str] = (),
+        helpers: Mapping[str, str] | None = None,
+        extra: Sequence[Option] = (),
+    ) -> Rule:
+        """A rule from dims written as texts (see ``rules.text``), by argument name."""
+        texts = {name: parse_dims(text) for name, text in operands.items()}
+        result_texts = tuple(map(parse_dims, results))
+        present = {name: tensor for name in texts if (tensor := self.tensor(name)) is not None}
+        pairs = [(texts[name], tensor.shape) for name, tensor in present.items()]
+        pairs.extend(
+            (terms, tensor.shape) for terms, tensor in zip(result_texts, self.results, strict=True)
+        )
+        table = SizeTable.of(pairs)
+        return self.rule(
+            {
+                name: match_dims(texts[name], tensor.shape, table)
+                for name, tensor in present.items()
+            },
+            [
+                match_dims(terms, tensor.shape, table)
+                for terms, tensor in zip(result_texts, self.results, strict=True)
+            ],
+            table.sizes,
+            unsplittable=table.unsplittable,
+            linear=linear,
+            additive=additive,
+            helpers=helpers,
+            extra=extra,
+        )
+
+
+def _num_nodes(value: Any) -> int:
+    if isinstance(value, fx.Node):
+        return 0 if value.op == "get_attr" else 1
+    if isinstance(value, list | tuple):
+        return sum(map(_num_nodes, value))
+    return 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _signature(target: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Names of the arguments of ``target``, and the defaults of those that have one."""
+    if isinstance(target, torch._ops.OpOverload):
+        arguments = target._schema.arguments
+        names = tuple(argument.name for argument in arguments)
+        return names, {
+            argument.name: argument.default_value
+            for argument in arguments
+            if argument.has_default_value()
+        }
+    parameters = inspect.signature(target).parameters
+    empty = inspect.Parameter.empty
+    defaults = {
+        name: value.default for name, value in parameters.items() if value.default is not empty
+    }
+    return tuple(parameters), defaults

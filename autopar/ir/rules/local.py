@@ -1,0 +1,218 @@
+"""Local forms: what a node becomes on the ranks under the options that it has on each axis.
+
+Most ops stay themselves, with shape arguments written anew. An option with a *helper* turns its node into a
+function of ``autopar.ir.functional`` that is given the ranks of the axis. In a local graph these *axis handles*
+are ``get_attr`` nodes named ``axis_<name>``; whoever runs the graph puts an ``AxisGroup`` there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir import functional
+from autopar.ir.errors import PlacementError
+from autopar.ir.graph import info
+from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.rules.call import Call
+from autopar.ir.rules.core import Option
+from autopar.ir.shapes import with_shape, with_sizes
+
+_aten = torch.ops.aten
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AxisHandle:
+    """Stands for the ranks along an axis among the arguments of a local form."""
+
+    axis: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalForm:
+    """A call that one rank makes. ``AxisHandle`` objects among the arguments stand for axes."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def handle_name(axis: str) -> str:
+    """Name of the attribute of a local graph's module that holds the ``AxisGroup`` of ``axis``."""
+    return f"axis_{axis}"
+
+
+def axis_handle(graph: fx.Graph, axis: str) -> fx.Node:
+    """The ``get_attr`` node that reads the ranks of ``axis``: one for each axis, before all other nodes."""
+    name = handle_name(axis)
+    first = next(iter(graph.nodes))
+    for node in graph.nodes:
+        if node.op == "get_attr" and node.target == name:
+            return node
+    with graph.inserting_before(first):
+        return graph.create_node("get_attr", name, name=name)
+
+
+def localize_node(
+    graph: fx.Graph,
+    node: fx.Node,
+    options: Mapping[str, Option],
+    local_shapes: Sequence[Shape],
+) -> None:
+    """Turn a ``call_function`` node into what one rank computes, in place.
+
+    Args:
+        graph: The graph of ``node``.
+        node: A node whose operands are already local. ``info(node)`` still has the global shapes.
+        options: The node's option on each axis (axes of one rank may be left out).
+        local_shapes: The shape of each result on a rank.
+
+    Raises:
+        PlacementError: If the options cannot be had together.
+    """
+    form = local_form(node, options, local_shapes)
+
+    def handles(argument: Any) -> Any:
+        if isinstance(argument, AxisHandle):
+            return axis_handle(graph, argument.axis)
+        if isinstance(argument, list | tuple):
+            return type(argument)(map(handles, argument))
+        return argument
+
+    node.target = form.target
+    node.args = handles(form.args)
+    node.kwargs = {name: handles(value) for name, value in form.kwargs.items()}
+
+
+def local_form(
+    node: fx.Node, options: Mapping[str, Option], local_shapes: Sequence[Shape]
+) -> LocalForm:
+    """What ``node`` becomes under ``options``; see ``localize_node``."""
+    helped = {axis: option for axis, option in options.items() if option.helper is not None}
+    names = sorted({str(option.helper) for option in helped.values()})
+    if len(names) > 1:
+        raise _conflict(node, helped)
+    if names:
+        return _HELPERS[names[0]](node, helped)
+    if node.target in _RESHAPED:
+        operand = Call(node).argument("self")
+        return LocalForm(
+            target=_aten.reshape.default, args=(operand, list(local_shapes[0])), kwargs={}
+        )
+    if node.target in _SPLITS:
+        call = Call(node)
+        dim = call.integer("dim")
+        sizes = [shape[dim] for shape in local_shapes]
+        args: tuple[Any, ...] = (call.argument("self"), sizes, dim)
+        return LocalForm(target=_aten.split_with_sizes.default, args=args, kwargs={})
+    if node.target is _aten.repeat.default:
+        return _repeat(node, local_shapes[0])
+    if node.target is _aten.dropout.default:
+        return _dropout(node, {})
+    target = node.target
+    assert callable(target)
+    kwargs = dict(node.kwargs)
+    if info(node).is_tuple:
+        written, kwargs = with_sizes(target, node.args, kwargs, local_shapes)
+    else:
+        written, kwargs = with_shape(target, node.args, kwargs, local_shapes[0])
+    return LocalForm(target=target, args=written, kwargs=kwargs)
+
+
+# A dim of which a rank holds one index must not be squeezed away.
+_RESHAPED = (
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.squeeze.default,
+    _aten.squeeze.dim,
+    _aten.squeeze.dims,
+    _aten.flatten.using_ints,
+    _aten.unflatten.int,
+)
+
+_SPLITS = (_aten.split.Tensor, _aten.split.sizes, _aten.chunk.default)
+
+
+def _repeat(node: fx.Node, local_shape: Shape) -> LocalForm:
+    """New dims are repeated as often as the local shape says, tiles as often as they were."""
+    call = Call(node)
+    (operand,) = call.operands
+    repeats = list(call.integers("repeats"))
+    new = len(repeats) - len(operand.shape)
+    for dim in range(len(repeats)):
+        if dim < new or operand.shape[dim - new] == 1:
+            repeats[dim] = local_shape[dim]
+    return LocalForm(target=_aten.repeat.default, args=(call.argument("self"), repeats), kwargs={})
+
+
+def _vocab_embedding(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
+    call = Call(node)
+    args = (call.argument("weight"), call.argument("indices"), _only_axis(node, helped))
+    padding = call.integer("padding_idx")
+    kwargs = {} if padding < 0 else {"padding_idx": padding}
+    return LocalForm(target=functional.vocab_embedding, args=args, kwargs=kwargs)
+
+
+def _vocab_token_loss(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
+    call = Call(node)
+    args = (
+        call.argument("logits"),
+        call.argument("targets"),
+        _only_axis(node, helped),
+        call.integer("ignore_index"),
+    )
+    return LocalForm(target=functional.vocab_token_loss, args=args, kwargs={})
+
+
+def _mean(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
+    call = Call(node)
+    args = (
+        call.argument("self"),
+        call.argument_or("dim", None),
+        call.argument_or("keepdim", False),
+    )
+    kwargs = {"axes": tuple(map(AxisHandle, helped)), "dtype": call.argument_or("dtype", None)}
+    return LocalForm(target=functional.partial_mean, args=args, kwargs=kwargs)
+
+
+def _dropout(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
+    """Ranks of the data axis draw their own masks; those of other axes draw one and take their shards."""
+    call = Call(node)
+    args: tuple[Any, ...] = (call.argument("input"), call.argument("p"))
+    if not call.argument("train"):
+        return LocalForm(target=_aten.dropout.default, args=(*args, False), kwargs={})
+    shared = {axis: option for axis, option in helped.items() if axis != DATA_AXIS}
+    if not shared:
+        return LocalForm(target=functional.dropout, args=args, kwargs={})
+    handle = _only_axis(node, shared)
+    state = str(shared[handle.axis].results[0])
+    return LocalForm(target=functional.sharded_dropout, args=(*args, handle, state), kwargs={})
+
+
+_HELPERS: dict[str, Callable[[fx.Node, Mapping[str, Option]], LocalForm]] = {
+    "vocab_embedding": _vocab_embedding,
+    "vocab_token_loss": _vocab_token_loss,
+    "mean": _mean,
+    "dropout": _dropout,
+}
+
+
+def _only_axis(node: fx.Node, helped: Mapping[str, Option]) -> AxisHandle:
+    if len(helped) != 1:
+        raise _conflict(node, helped)
+    return AxisHandle(next(iter(helped)))
+
+
+def _conflict(node: fx.Node, helped: Mapping[str, Option]) -> PlacementError:
+    listed = ", ".join(f"{axis}: {option} ({option.helper})" for axis, option in helped.items())
+    return PlacementError(
+        f"{node.name} ({node.target}) needs helpers on several axes at once: {listed}",
+        where=info(node).source or None,
+        hint="replicate the op on one of these axes",
+    )

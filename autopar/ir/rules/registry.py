@@ -1,0 +1,77 @@
+"""Which rule an op has. Families register functions ``(node) -> Rule``; an op without one is replicated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import TensorInfo, info
+from autopar.ir.layout import operands_of
+from autopar.ir.rules.core import Dim, Rule, TensorDims
+
+RuleFunction = Callable[[fx.Node], Rule | None]
+"""Makes the rule of a node; None when this use of the op has none."""
+
+_Function = TypeVar("_Function", bound=RuleFunction)
+
+_RULES: dict[object, RuleFunction] = {}
+
+
+def register(*targets: object) -> Callable[[_Function], _Function]:
+    """Make the decorated function the rule of ``targets``.
+
+    A target is an ATen overload, an overload packet (all its overloads), or a function of
+    ``autopar.ir.functional``. A later registration replaces an earlier one.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        for target in targets:
+            _RULES[target] = function
+        return function
+
+    return decorate
+
+
+def unregister(*targets: object) -> None:
+    """Forget what was registered for exactly these ``targets``."""
+    for target in targets:
+        _RULES.pop(target, None)
+
+
+def rule_of(node: fx.Node) -> Rule | None:
+    """The rule of a ``call_function`` node, or None when its op has none (it is then replicated)."""
+    function = _find(node.target)
+    return None if function is None else function(node)
+
+
+def has_rule(node: fx.Node) -> bool:
+    """True when ``node`` can be typed otherwise than replicated or invariant."""
+    return rule_of(node) is not None
+
+
+def rule_or_replicated(node: fx.Node) -> Rule:
+    """The rule of ``node``; without one all its operands are ``I``, or all are ``R``."""
+    return rule_of(node) or replicated_rule(node)
+
+
+def replicated_rule(node: fx.Node) -> Rule:
+    """The rule that every op obeys: no factors, and linear in nothing."""
+    return Rule(
+        operands=tuple(_whole(info(operand).tensor) for operand in operands_of(node)),
+        results=tuple(_whole(tensor) for tensor in info(node).tensors),
+        sizes={},
+    )
+
+
+def _whole(tensor: TensorInfo) -> TensorDims:
+    return (Dim(),) * len(tensor.shape)
+
+
+def _find(target: object) -> RuleFunction | None:
+    found = _RULES.get(target)
+    if found is None and isinstance(target, torch._ops.OpOverload):
+        found = _RULES.get(target.overloadpacket)
+    return found
