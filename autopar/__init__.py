@@ -1,3 +1,38 @@
-"""autopar plans and runs parallel training of PyTorch transformers."""
+"""autopar plans and runs parallel training of PyTorch transformers.
+
+``plan`` finds the fastest plan of a model for a cluster, ``compile`` makes it run on the ranks of
+that cluster. Importing the package loads neither torch nor ortools; the first use of a name does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from autopar.api import Cluster, CompiledModel, Plan, compile, plan, read_plan
+    from autopar.ir.errors import AutoparError
+
+__all__ = [
+    "AutoparError",
+    "Cluster",
+    "CompiledModel",
+    "Plan",
+    "__version__",
+    "compile",
+    "plan",
+    "read_plan",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "autopar.ir.errors" if name == "AutoparError" else "autopar.api"
+    return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

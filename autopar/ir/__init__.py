@@ -1,1 +1,1 @@
-"""The shared vocabulary: graph, mesh, placement, rules, schedule and plan. Depends on nothing above it."""
+"""The shared vocabulary: graph, mesh, placement, rules, schedule and plan."""

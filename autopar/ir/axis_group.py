@@ -1,4 +1,4 @@
-"""What a local graph needs of the ranks along one mesh axis. The runtime implements it (NCCL, gloo, threads)."""
+"""What a local graph needs of the ranks along one mesh axis; the runtime implements it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ Reduction = Literal["sum", "max"]
 
 
 class AxisGroup(Protocol):
-    """The ranks that differ from this rank only in one axis. Collectives return new tensors, ready for use.
+    """The ranks that differ from this rank only in one axis.
 
-    All collectives work along dim 0 with equal shares, on contiguous tensors. Every rank of the group has to issue
-    the same collectives in the same order.
+    Collectives return new tensors, ready for use.
+
+    All collectives work along dim 0 with equal shares, on contiguous tensors. Every rank of the
+    group has to issue the same collectives in the same order.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""A plan in words: what was decided, what it costs, what fills the memory. Reads only what the plan stores."""
+"""A plan in words. Reads only what the plan stores."""
 
 from __future__ import annotations
 
@@ -28,17 +28,19 @@ def explain(plan: Plan) -> str:
 
 
 def _summary(plan: Plan) -> str:
-    num_gpus = plan.device_mesh().num_ranks
     certificate, prediction = plan.certificate, plan.prediction
-    proof = f"{certificate.status}: {certificate.statement}"
+    num_gpus = plan.device_mesh().num_ranks
+    available = plan.cluster.nodes * plan.cluster.gpus_per_node
+    fullest = max(rank.peak_bytes for rank in prediction.ranks) / _GIB
     return "\n".join(
         (
-            f"{plan.model.name} ({plan.model.num_parameters / 1e9:.3g} B parameters) on {num_gpus} of "
-            f"{plan.cluster.nodes * plan.cluster.gpus_per_node} × {plan.cluster.hardware}",
+            f"{plan.model.name} ({plan.model.num_parameters / 1e9:.3g} B parameters) "
+            f"on {num_gpus} of {available} × {plan.cluster.hardware}",
             f"  step {_seconds(prediction.step_s)}, {prediction.tokens_per_s:,.0f} tokens/s, "
             f"MFU {prediction.mfu:.1%}, fullest rank "
-            f"{max(rank.peak_bytes for rank in prediction.ranks) / _GIB:.2f} of {prediction.usable_bytes / _GIB:.2f} GiB",
-            f"  {proof} ({certificate.num_candidates} candidates bounded, {certificate.num_solved} solved, "
+            f"{fullest:.2f} of {prediction.usable_bytes / _GIB:.2f} GiB",
+            f"  {certificate.status}: {certificate.statement} "
+            f"({certificate.num_candidates} candidates bounded, {certificate.num_solved} solved, "
             f"{certificate.solve_s:.1f} s)",
         )
     )
@@ -46,10 +48,12 @@ def _summary(plan: Plan) -> str:
 
 def _decisions(plan: Plan) -> str:
     mesh, batch, schedule, training = plan.mesh, plan.batch, plan.schedule, plan.training
+    clipping = "off" if training.max_grad_norm is None else f"at {training.max_grad_norm:g}"
     rows = [
         (
             "mesh",
-            f"pipeline {mesh.pp} × data {mesh.dp_replicate} (replicate) × {mesh.dp_shard} (shard) × tensor {mesh.tp}",
+            f"pipeline {mesh.pp} × data {mesh.dp_replicate} (replicate) × {mesh.dp_shard} (shard) "
+            f"× tensor {mesh.tp}",
         ),
         (
             "batch",
@@ -63,7 +67,7 @@ def _decisions(plan: Plan) -> str:
         (
             "training",
             f"{training.precision}, {training.optimizer} (lr {training.learning_rate:g}), "
-            f"gradient clipping {'off' if training.max_grad_norm is None else f'at {training.max_grad_norm:g}'}",
+            f"gradient clipping {clipping}",
         ),
     ]
     if plan.pins:
@@ -119,7 +123,7 @@ def _by_cause(title: str, causes: Iterable[tuple[str, float, str]]) -> str:
 
 
 def _placements(plan: Plan) -> str:
-    """How parameters are sharded over the tensor axis, grouped: the layout a person wants to see first."""
+    """How parameters are sharded over the tensor axis, like ones grouped."""
     tensor = plan.layout_axes.index("tp")
     if plan.mesh.tp == 1:
         return ""
@@ -143,8 +147,8 @@ def _moves(plan: Plan) -> str:
         (
             move.kind,
             f"{move.value}: {move.source} → {move.target} on {move.axis}: "
-            f"{move.forward.replace('_', '-')} forward, {move.backward.replace('_', '-')} backward, "
-            f"{move.bytes / 2**20:.1f} MiB",
+            f"{move.forward.replace('_', '-')} forward, {move.backward.replace('_', '-')} "
+            f"backward, {move.bytes / 2**20:.1f} MiB",
         )
         for move in traffic
     ]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import operator
 
 from torch import fx
 
@@ -16,8 +15,8 @@ from autopar.ir.placement import Placement
 class NodeTyping:
     """Placements that a node demands of its operands and gives its results.
 
-    ``operands`` follow ``operands_of(node)``; placeholders have none. The output node has operands only.
-    A ``getitem`` has the placement of the element it reads, and no operand of its own.
+    ``operands`` follow ``operands_of(node)``; placeholders have none. The output node has operands
+    only. A ``getitem`` has the placement of the element it reads, and no operand of its own.
     """
 
     operands: tuple[Placement, ...]

@@ -9,8 +9,8 @@ state      value on the ranks of the axis       its gradient
 ``P``      terms of a sum                       the whole gradient everywhere (``R``)
 =========  ===================================  ===============================================
 
-``S(d, 4:1:1)`` shards each of the blocks that dim ``d`` consists of (in proportions 4:1:1), so that every
-rank holds a slice of every block: the fused query, key and value of attention, for example.
+``S(d, 4:1:1)`` shards each of the blocks that dim ``d`` consists of (in proportions 4:1:1), so that
+every rank holds a slice of every block: the fused query, key and value of attention, for example.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class StateKind(Enum):
 class State:
     """State of a tensor on one mesh axis. ``dim`` and ``blocks`` belong to sharded states only.
 
-    ``blocks`` are the proportions of the logical blocks of the dim, in lowest terms; ``(1,)`` is one block.
+    ``blocks`` are the proportions of the logical blocks of the dim, in lowest terms; ``(1,)`` is
+    one block.
     """
 
     kind: StateKind

@@ -28,7 +28,9 @@ _config = pydantic.ConfigDict(extra="forbid", strict=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_config)
 class ModelRef:
-    """Which model the plan is for. ``source`` rebuilds it; None for a module that was given in memory."""
+    """Which model the plan is for. ``source`` rebuilds it; None for a module that was given in
+    memory.
+    """
 
     name: str
     source: str | None
@@ -83,8 +85,9 @@ class TrainingPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_config)
 class ParameterPlan:
-    """Where a logical parameter lives. ``placement`` has a state per layout axis, as text; ``dp`` is how it is *used*
-    (``R``: gradients are reduced), the ZeRO stage says how it is stored."""
+    """Where a logical parameter lives. ``placement`` has a state per layout axis, as text; ``dp``
+    is how it is *used* (``R``: gradients are reduced), the ZeRO stage says how it is stored.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -105,7 +108,9 @@ class SegmentPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_config)
 class MovePlan:
-    """A change of state inside a kind of block: one collective (or none) forward, its dual backward."""
+    """A change of state inside a kind of block: one collective (or none) forward, its dual
+    backward.
+    """
 
     kind: str
     value: str
@@ -264,7 +269,8 @@ def from_json(text: str | bytes, *, where: str = "plan") -> Plan:
     """The plan that ``to_json`` wrote.
 
     Raises:
-        PlanFormatError: not JSON, not a plan, another version, unknown or missing fields, or values that do not fit.
+        PlanFormatError: not JSON, not a plan, another version, unknown or missing fields, or values
+            that do not fit.
     """
     try:
         document = json.loads(text)
@@ -299,7 +305,8 @@ def _check_consistency(plan: Plan, where: str) -> None:
     per_step = plan.batch.micro_batch_size * plan.batch.num_micro_batches * plan.device_mesh().dp
     if per_step != plan.batch.global_batch_size:
         raise PlanFormatError(
-            f"{per_step} sequences in micro-batches, but the global batch has {plan.batch.global_batch_size}",
+            f"{per_step} sequences in micro-batches, but the global batch has "
+            f"{plan.batch.global_batch_size}",
             where=where,
         )
     stages = [segment.stage for segment in plan.segments]

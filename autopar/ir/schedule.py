@@ -1,7 +1,7 @@
 """A schedule is data: for each pipeline rank, the list of its actions over (segment, micro-batch).
 
-Text form: ``F2.0`` is the forward of micro-batch 0 through segment 2, ``G2`` the gather of segment 2's parameters.
-The simulator runs this list with costs, the runtime with tensors.
+Text form: ``F2.0`` is the forward of micro-batch 0 through segment 2, ``G2`` the gather of segment
+2's parameters. The simulator runs this list with costs, the runtime with tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class ActionKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action. ``micro_batch`` is -1 for those of a whole segment, ``segment`` is -1 for the optimizer."""
+    """One action. ``micro_batch`` is -1 for those of a whole segment, ``segment`` is -1 for the
+    optimizer.
+    """
 
     kind: ActionKind
     segment: int = -1
@@ -43,7 +45,9 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Actions of every pipeline rank. ``stage_of_segment[k]`` is the pipeline rank that holds segment k."""
+    """Actions of every pipeline rank. ``stage_of_segment[k]`` is the pipeline rank that holds
+    segment k.
+    """
 
     name: str
     num_micro_batches: int

@@ -1,1 +1,0 @@
-"""Composes the stages for a user: plan, compile, explain."""

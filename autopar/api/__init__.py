@@ -1,0 +1,20 @@
+"""What a user calls: plan a model for a cluster, compile it on the ranks that run."""
+
+from autopar.api.compiled import CompiledModel, compile, compile_plan
+from autopar.api.data import synthetic_batch, vocabulary_size
+from autopar.api.planning import check_writable, plan
+from autopar.ir.plan import Plan, read_plan
+from autopar.solver.hardware import Cluster
+
+__all__ = [
+    "Cluster",
+    "CompiledModel",
+    "Plan",
+    "check_writable",
+    "compile",
+    "compile_plan",
+    "plan",
+    "read_plan",
+    "synthetic_batch",
+    "vocabulary_size",
+]

@@ -1,0 +1,176 @@
+"""``plan``: capture → solve → plan. No weights, no GPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from autopar.capture import Inputs, LossFn, ModelSource, capture, open_model
+from autopar.ir.errors import InputError
+from autopar.ir.graph import ModelGraph
+from autopar.ir.plan import Plan, PrecisionName, TrainingPlan
+from autopar.passes import plan_moves
+from autopar.solver import Cluster, solve
+
+_log = logging.getLogger("autopar")
+
+COMPUTE_DTYPES: Mapping[PrecisionName, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "float64": torch.float64,
+}
+
+OptimizerName = Literal["adamw", "adam", "sgd"]
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to plan, with every default filled in."""
+
+    source: ModelSource
+    cluster: Cluster
+    global_batch_size: int
+    seq_len: int | None
+    training: TrainingPlan
+    pin: Mapping[str, int | str]
+
+
+def plan(
+    model: str | Path | nn.Module,
+    cluster: Cluster,
+    *,
+    example_batch: Inputs | None = None,
+    loss_fn: LossFn | None = None,
+    global_batch_size: int | None = None,
+    seq_len: int | None = None,
+    precision: PrecisionName | None = None,
+    optimizer: OptimizerName = "adamw",
+    learning_rate: float = 3e-4,
+    weight_decay: float = 0.1,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    max_grad_norm: float | None = 1.0,
+    seed: int = 0,
+    pin: Mapping[str, int | str] | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """The fastest plan for training ``model`` on ``cluster``.
+
+    Args:
+        model: A Hugging Face config directory or ``config.json``, ``"package.module:function"``, or
+            a module.
+        cluster: The GPUs to use; all of them are used unless mesh degrees are pinned.
+        example_batch: Inputs of a module that is not from Hugging Face, batch first.
+        loss_fn: ``loss_fn(output, batch)`` for a module whose output is no loss.
+        global_batch_size: Sequences per optimizer step; default: one per GPU, at least 8.
+        seq_len: Tokens per sequence; default: the model's longest.
+        precision: Of compute; default: the hardware's (bf16 on GPUs). Masters and reductions are
+            fp32 or wider.
+        optimizer, learning_rate, weight_decay, betas, eps, max_grad_norm, seed: How to train.
+        pin: Decisions to fix: ``tp, pp, dp_replicate, dp_shard, micro_batch_size, zero_stage,
+            recompute, schedule``.
+        progress: Called with a line of text now and then.
+
+    Raises:
+        InputError: An argument is wrong, or a pin cannot hold.
+        CaptureError: The model cannot be captured.
+        InfeasibleError: No plan fits into memory.
+    """
+    request = make_request(
+        open_model(model, example_inputs=example_batch, loss_fn=loss_fn),
+        cluster,
+        global_batch_size=global_batch_size,
+        seq_len=seq_len,
+        pin=pin,
+        training=TrainingPlan(
+            precision=precision or cluster.default_precision,
+            optimizer=optimizer,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            betas=betas,
+            eps=eps,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+        ),
+    )
+    return solve_request(request, capture_request(request, progress), progress)
+
+
+def make_request(
+    source: ModelSource,
+    cluster: Cluster,
+    *,
+    global_batch_size: int | None,
+    seq_len: int | None,
+    pin: Mapping[str, int | str] | None,
+    training: TrainingPlan,
+) -> Request:
+    """A request with its defaults filled in, and logged once."""
+    if global_batch_size is None:
+        global_batch_size = max(8, cluster.num_gpus)
+        _log.info("global_batch_size not given: %d sequences per step", global_batch_size)
+    if global_batch_size < 1:
+        raise InputError(f"global_batch_size is {global_batch_size}; it must be at least 1")
+    if seq_len is not None and seq_len < 1:
+        raise InputError(f"seq_len is {seq_len}; it must be at least 1")
+    if training.learning_rate <= 0:
+        raise InputError(f"learning_rate is {training.learning_rate}; it must be positive")
+    return Request(
+        source=source,
+        cluster=cluster,
+        global_batch_size=global_batch_size,
+        seq_len=seq_len,
+        training=training,
+        pin=dict(pin or {}),
+    )
+
+
+def capture_request(request: Request, progress: Progress | None = None) -> ModelGraph:
+    """The graph of the request's model, in its compute dtype."""
+    if progress is not None:
+        progress(f"capturing {request.source.name}")
+    return capture_source(request.source, request.seq_len, request.training.precision)
+
+
+def capture_source(
+    source: ModelSource, seq_len: int | None, precision: PrecisionName
+) -> ModelGraph:
+    """The graph of a model at a sequence length and precision."""
+    return capture(
+        source.build(device="meta"),
+        source.example_inputs(seq_len),
+        loss_fn=source.loss_fn,
+        compute_dtype=COMPUTE_DTYPES[precision],
+        name=source.name,
+    )
+
+
+def solve_request(request: Request, graph: ModelGraph, progress: Progress | None = None) -> Plan:
+    """The best plan for a captured model."""
+    return solve(
+        graph,
+        request.cluster,
+        global_batch_size=request.global_batch_size,
+        training=request.training,
+        pin=request.pin,
+        source=request.source.spec,
+        moves=plan_moves,
+        progress=progress,
+    )
+
+
+def check_writable(path: Path) -> None:
+    """Fail before the work, not after it, when ``path`` cannot be written."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise InputError(
+            "cannot write the plan there",
+            where=str(path),
+            hint="give a file in a directory that exists",
+        )

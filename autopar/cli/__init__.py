@@ -1,0 +1,152 @@
+"""The ``autopar`` command. Importing it and asking for help load neither torch nor ortools."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from autopar import __version__
+from autopar.ir.errors import AutoparError
+
+INTEGER_PINS = (
+    "tp",
+    "pp",
+    "cp",
+    "ep",
+    "dp_replicate",
+    "dp_shard",
+    "micro_batch_size",
+    "zero_stage",
+    "virtual_stages",
+)
+CHOICE_PINS = {"recompute": ("none", "full"), "schedule": ("1f1b", "layered")}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: ``sys.argv``) and return its exit status.
+
+    0 is success, 1 an error that the user can mend (one message on stderr), 2 a wrong command line.
+    """
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help()
+        return 2
+    try:
+        command = importlib.import_module(f"autopar.cli.{arguments.command}")
+        status: int = command.run(arguments)
+        sys.stdout.flush()
+    except AutoparError as error:
+        print(f"autopar: error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader of our output has gone: nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print("autopar: interrupted", file=sys.stderr)
+        return 130
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="autopar",
+        description="Plan and run parallel training of PyTorch transformers.",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _add_plan(commands)
+    _add_explain(commands)
+    _add_run(commands)
+    schema = commands.add_parser("schema", help="print the JSON Schema of a plan")
+    schema.set_defaults(command="schema")
+    return parser
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="find the fastest plan for a model on a cluster",
+        description="Find the fastest plan for a model on a cluster. No weights are allocated and "
+        "no GPU is needed.",
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a Hugging Face config.json or its directory, or package.module:function",
+    )
+    parser.add_argument(
+        "--cluster",
+        default="a100-80gb",
+        metavar="NAME",
+        help="a100-80gb, a100-40gb, h100-80gb, cpu-local, or a hardware file "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--nodes", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--gpus-per-node", type=int, metavar="N", help="default: as in the hardware file"
+    )
+    parser.add_argument(
+        "--global-batch-size", type=int, metavar="SEQUENCES", help="sequences per step"
+    )
+    parser.add_argument(
+        "--seq-len", type=int, metavar="TOKENS", help="default: the model's longest"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("bf16", "fp32", "float64"),
+        help="of compute; default: as the device does best",
+    )
+    parser.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw")
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--max-grad-norm", type=float, default=1.0, help="0 switches clipping off")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="PLAN.json", help="write the plan here"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the plan as JSON instead of words"
+    )
+    pins = parser.add_argument_group("decisions to pin instead of searching")
+    for name in INTEGER_PINS:
+        pins.add_argument(_flag(name), dest=name, type=int, metavar="N")
+    for name, choices in CHOICE_PINS.items():
+        pins.add_argument(_flag(name), dest=name, choices=choices)
+
+
+def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("explain", help="say a plan in words")
+    parser.add_argument("plan", type=Path, metavar="PLAN.json")
+    parser.add_argument(
+        "--json", action="store_true", help="print certificate and prediction as JSON"
+    )
+
+
+def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="train the model of a plan",
+        description="Train the model that the plan names, one JSON line a step. Starts the ranks "
+        "of one node itself; start it under torchrun for several nodes.",
+    )
+    parser.add_argument("plan", type=Path, metavar="PLAN.json")
+    parser.add_argument("--steps", type=int, default=10, metavar="N")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="TOKENS.npy",
+        help="token ids, [tokens] or [sequences, tokens]; default: synthetic",
+    )
+    parser.add_argument(
+        "--save", type=Path, metavar="DIR", help="write a checkpoint here at the end"
+    )
+    parser.add_argument("--load", type=Path, metavar="DIR", help="go on from this checkpoint")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

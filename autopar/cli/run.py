@@ -1,0 +1,121 @@
+"""``autopar run``: train the model of a plan, starting the ranks if nobody else has."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from autopar import api
+from autopar.ir.errors import InputError
+from autopar.ir.plan import Plan, read_plan
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train for some steps; the first rank prints one JSON line for each."""
+    if arguments.steps < 1:
+        raise InputError(f"--steps is {arguments.steps}; it must be at least 1")
+    plan = read_plan(arguments.plan)
+    if plan.model.source is None:
+        raise InputError(
+            f"the plan's model ({plan.model.name}) was given in memory and cannot be built again",
+            where=str(arguments.plan),
+            hint="plan from a config or package.module:function, or pass the plan to autopar.compile",
+        )
+    batches = _batches(plan, arguments.data)
+    if "RANK" not in os.environ:
+        return _start_ranks(plan, arguments)
+    with api.compile_plan(plan) as compiled:
+        if arguments.load is not None:
+            compiled.load(arguments.load)
+        for _ in range(arguments.steps):
+            result = compiled.train_step(next(batches))
+            if compiled.rank == 0:
+                line = {
+                    "step": result.step,
+                    "loss": result.loss,
+                    "grad_norm": result.grad_norm,
+                    "seconds": round(result.seconds, 6),
+                    "tokens_per_s": round(result.num_tokens / result.seconds, 1),
+                }
+                print(json.dumps(line), flush=True)
+        if arguments.save is not None:
+            compiled.save(arguments.save)
+    return 0
+
+
+def _start_ranks(plan: Plan, arguments: argparse.Namespace) -> int:
+    num_ranks = plan.device_mesh().num_ranks
+    command = ["-m", "autopar", "run", str(arguments.plan), "--steps", str(arguments.steps)]
+    for name in ("data", "save", "load"):
+        if getattr(arguments, name) is not None:
+            command += [f"--{name}", str(getattr(arguments, name))]
+    if plan.cluster.nodes > 1:
+        raise InputError(
+            f"the plan is for {plan.cluster.nodes} nodes; ranks are started here on one node only",
+            where=str(arguments.plan),
+            hint=f"on every node: torchrun --nnodes {plan.cluster.nodes} --nproc-per-node "
+            f"{plan.cluster.gpus_per_node} --rdzv-endpoint HOST:PORT {' '.join(command)}",
+        )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    return subprocess.run(
+        [sys.executable, *launcher, *command], env=environment, check=False
+    ).returncode
+
+
+def _batches(plan: Plan, data: Path | None) -> Iterator[dict[str, Tensor]]:
+    """Global batches, the same on every rank; a data file is read round and round."""
+    return _synthetic(plan) if data is None else _from_tokens(plan, data)
+
+
+def _synthetic(plan: Plan) -> Iterator[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(plan.training.seed)
+    while True:
+        yield api.synthetic_batch(plan, generator)
+
+
+def _from_tokens(plan: Plan, path: Path) -> Iterator[dict[str, Tensor]]:
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read tokens: {error}", where=str(path)) from None
+    seq_len = plan.model.seq_len
+    if seq_len is None:
+        raise InputError("this model takes no token sequences", hint="leave --data out")
+    if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2):
+        raise InputError(
+            f"tokens are {tokens.ndim}-d {tokens.dtype}; they must be integers, 1-d or 2-d",
+            where=str(path),
+        )
+    if tokens.ndim == 2 and tokens.shape[1] != seq_len:
+        raise InputError(
+            f"sequences have {tokens.shape[1]} tokens; the plan is for {seq_len}", where=str(path)
+        )
+    sequences = tokens.reshape(-1)[: tokens.size // seq_len * seq_len].reshape(-1, seq_len)
+    if len(sequences) == 0:
+        raise InputError(f"fewer tokens than one sequence of {seq_len}", where=str(path))
+    vocabulary = api.vocabulary_size(plan)
+    if (
+        vocabulary is not None
+        and not 0 <= int(sequences.min()) <= int(sequences.max()) < vocabulary
+    ):
+        raise InputError(f"token ids lie outside the vocabulary of {vocabulary}", where=str(path))
+    return _cycle(sequences, plan.batch.global_batch_size)
+
+
+def _cycle(sequences: np.ndarray, batch_size: int) -> Iterator[dict[str, Tensor]]:
+    start = 0
+    while True:
+        rows = np.arange(start, start + batch_size) % len(sequences)
+        ids = torch.from_numpy(np.asarray(sequences[rows], dtype=np.int64))
+        yield {"input_ids": ids, "labels": ids.clone()}
+        start = (start + batch_size) % len(sequences)
