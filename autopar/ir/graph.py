@@ -9,12 +9,13 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeAlias
 
 import sympy
 import torch
 from torch import fx
 
-Size = int | sympy.Expr
+Size: TypeAlias = int | sympy.Expr
 """A tensor size: an int, or an expression of the batch symbol of the model graph."""
 
 BATCH = sympy.Symbol("b", integer=True, positive=True)
