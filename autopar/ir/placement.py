@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from autopar.ir.errors import InputError
+from autopar.ir.errors import InputError, PlacementError
 
 
 class StateKind(Enum):
@@ -116,3 +116,27 @@ def shard_sizes(size: int, blocks: tuple[int, ...], num_ranks: int) -> tuple[int
     if any(unit * block % num_ranks for block in blocks):
         return None
     return tuple(unit * block // num_ranks for block in blocks)
+
+
+def local_shape(
+    shape: Sequence[int], placement: Placement, axis_sizes: Sequence[int]
+) -> tuple[int, ...]:
+    """The shape that one rank holds of a tensor.
+
+    Raises:
+        PlacementError: A dim does not divide into its shards.
+    """
+    local = list(shape)
+    for state, num_ranks in zip(placement, axis_sizes, strict=True):
+        if not state.is_sharded:
+            continue
+        if state.dim >= len(local):
+            raise PlacementError(f"a tensor of shape {tuple(shape)} has no dim for {state}")
+        shares = shard_sizes(local[state.dim], state.blocks, num_ranks)
+        if shares is None:
+            raise PlacementError(
+                f"dim {state.dim} of size {local[state.dim]} does not divide into {state} over "
+                f"{num_ranks} ranks"
+            )
+        local[state.dim] = sum(shares)
+    return tuple(local)

@@ -7,7 +7,8 @@ A program is the same on every rank: ranks differ only in the axis groups that t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -66,8 +67,37 @@ AXIS_HANDLE = "axis_{}"
 """
 
 
-def attach_axes(modules: Iterable[fx.GraphModule], groups: Mapping[str, AxisGroup]) -> None:
-    """Give the graph modules of kinds the groups of this rank, by axis name."""
-    for module in modules:
-        for axis, group in groups.items():
-            setattr(module, AXIS_HANDLE.format(axis), group)
+def axis_handle(graph: fx.Graph, axis: str) -> fx.Node:
+    """The node of ``graph`` that holds the group of ``axis``; made after the placeholders where
+    missing.
+    """
+    name = AXIS_HANDLE.format(axis)
+    for node in graph.nodes:
+        if node.op == "get_attr" and node.target == name:
+            return node
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        return graph.create_node("get_attr", name, name=name)
+
+
+def bind_axes(program: Program, groups: Mapping[str, AxisGroup]) -> Program:
+    """The program of one rank: the same graphs in modules of its own, which hold the rank's groups.
+
+    Args:
+        groups: The group of each layout axis; an axis of one rank may be left out.
+    """
+    kinds = {name: _bound(module, groups) for name, module in program.kinds.items()}
+    segments = tuple(
+        dataclasses.replace(segment, module=_with_kinds(segment.module, kinds))
+        for segment in program.segments
+    )
+    return dataclasses.replace(program, kinds=kinds, segments=segments)
+
+
+def _bound(module: fx.GraphModule, groups: Mapping[str, AxisGroup]) -> fx.GraphModule:
+    attributes = {AXIS_HANDLE.format(axis): group for axis, group in groups.items()}
+    return fx.GraphModule(attributes, module.graph, class_name=type(module).__name__)
+
+
+def _with_kinds(module: fx.GraphModule, kinds: Mapping[str, fx.GraphModule]) -> fx.GraphModule:
+    return fx.GraphModule(dict(kinds), module.graph, class_name=type(module).__name__)
