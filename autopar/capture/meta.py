@@ -46,11 +46,16 @@ def meta_parameters() -> Iterator[None]:
 class MetaClone:
     """A copy of a module on the meta device, and the values of the tensors that are no parameters.
 
-    ``values`` maps the ``id`` of each meta tensor (kept alive by ``module``) to its value on the CPU.
+    ``values`` has, by the ``id`` of each meta tensor, that tensor and its value on the CPU.
     """
 
     module: nn.Module
-    values: dict[int, Tensor]
+    values: dict[int, tuple[Tensor, Tensor]]
+
+    def value_of(self, on_meta: Tensor) -> Tensor | None:
+        """The value of a buffer of the clone; None if the original module does not have it either."""
+        found = self.values.get(id(on_meta))
+        return None if found is None else found[1]
 
 
 def clone_to_meta(module: nn.Module, dtype: torch.dtype) -> MetaClone:
@@ -63,8 +68,7 @@ def clone_to_meta(module: nn.Module, dtype: torch.dtype) -> MetaClone:
         CaptureError: The module cannot be copied.
     """
     memo: dict[int, object] = {}
-    values: dict[int, Tensor] = {}
-    kept: list[Tensor] = []
+    values: dict[int, tuple[Tensor, Tensor]] = {}
     for parameter in module.parameters():
         if id(parameter) not in memo:
             memo[id(parameter)] = _meta_parameter(parameter, _cast(parameter.dtype, dtype))
@@ -77,10 +81,10 @@ def clone_to_meta(module: nn.Module, dtype: torch.dtype) -> MetaClone:
             target = _cast(buffer.dtype, dtype)
             if keep_narrow and transient and target.itemsize < buffer.dtype.itemsize:
                 target = buffer.dtype
-            _add_tensor(buffer, target, memo, values, kept)
+            _add_tensor(buffer, target, memo, values)
         for attribute in vars(owner).values():
             if type(attribute) is Tensor and id(attribute) not in memo:
-                _add_tensor(attribute, attribute.dtype, memo, values, kept)
+                _add_tensor(attribute, attribute.dtype, memo, values)
     try:
         clone = copy.deepcopy(module, memo)
     except Exception as error:
@@ -100,14 +104,12 @@ def _add_tensor(
     tensor: Tensor,
     dtype: torch.dtype,
     memo: dict[int, object],
-    values: dict[int, Tensor],
-    kept: list[Tensor],
+    values: dict[int, tuple[Tensor, Tensor]],
 ) -> None:
     on_meta = torch.empty_like(tensor, dtype=dtype, device="meta")
     memo[id(tensor)] = on_meta
-    kept.append(on_meta)
     if not tensor.is_meta:
-        values[id(on_meta)] = tensor.detach().to(device="cpu", dtype=dtype)
+        values[id(on_meta)] = (on_meta, tensor.detach().to(device="cpu", dtype=dtype))
 
 
 def _meta_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:

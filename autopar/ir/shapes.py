@@ -1,7 +1,9 @@
-"""Shape arguments: which arguments of an op spell out the shape of its result, and how to write them anew.
+"""Shape arguments: which arguments of an op spell out the shape of its result, and how to write
+them anew.
 
-A captured graph is valid for every batch size, and a rewritten one works on shards. So the shape of a node is
-what its ``NodeInfo`` says, and the arguments are rewritten from it just before the node runs.
+A captured graph is valid for every batch size, and a rewritten one works on shards. So the shape of
+a node is what its ``NodeInfo`` says, and the arguments are rewritten from it just before the node
+runs.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ def with_shape(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of a call of ``target`` whose result has ``shape``.
 
-    All other arguments are left as they are; ops that spell out no shape get theirs back unchanged. For
-    ``split_with_sizes`` see ``with_sizes``.
+    All other arguments are left as they are; ops that spell out no shape get theirs back unchanged.
+    For ``split_with_sizes`` see ``with_sizes``.
     """
     written = list(args)
     if target in _SHAPE_POSITION:
@@ -71,7 +73,9 @@ def with_shape(
 def with_sizes(
     target: object, args: Sequence[Any], kwargs: dict[str, Any], shapes: Sequence[Sequence[int]]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a call of ``target`` whose results, a tuple, have ``shapes``; writes ``split_with_sizes``."""
+    """Arguments of a call of ``target`` whose results, a tuple, have ``shapes``; writes
+    ``split_with_sizes``.
+    """
     if target is not _aten.split_with_sizes.default:
         return tuple(args), kwargs
     dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
@@ -81,7 +85,8 @@ def with_sizes(
 def call_at(node: fx.Node, values: Callable[[fx.Node], Any], batch: int) -> Any:
     """The value of the ``call_function`` node at ``batch`` sequences.
 
-    ``values`` gives the value of every node that it reads. Creation ops make tensors on the default device.
+    ``values`` gives the value of every node that it reads. Creation ops make tensors on the default
+    device.
     """
     args = fx.map_arg(node.args, values)
     kwargs = fx.map_arg(node.kwargs, values)

@@ -1,0 +1,69 @@
+"""``capture``: from a model to its graph, step by step."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from autopar.capture.clean import clean
+from autopar.capture.constants import fold_constants
+from autopar.capture.export import export_graph
+from autopar.capture.fingerprint import fingerprint
+from autopar.capture.fold import fold
+from autopar.capture.loss import normalize_loss
+from autopar.capture.masks import simplify_masks
+from autopar.capture.sources import Inputs, LossFn, meta_inputs, named_inputs
+from autopar.ir.errors import InputError
+from autopar.ir.graph import ModelGraph
+
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: Inputs,
+    *,
+    loss_fn: LossFn | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+    name: str | None = None,
+) -> ModelGraph:
+    """The forward pass of ``model`` with its loss, for any batch size, cut into blocks with repeated ones folded.
+
+    The model is not changed and its weights are not read; it is captured in train mode. The loss is what the
+    model returns (a scalar, or an output with a ``loss``) or what ``loss_fn(output, batch)`` makes of it, where
+    ``batch`` has all inputs by name.
+
+    Args:
+        model: Any module, on any device.
+        example_inputs: As ``forward`` takes them, batch first. With ``loss_fn``, inputs that ``forward`` does
+            not take go to the loss alone.
+        loss_fn: Gives a scalar.
+        compute_dtype: What floats are computed in: float32, bfloat16 or float64.
+        name: Of the model; the class by default.
+
+    Raises:
+        InputError: The inputs do not fit the model.
+        CaptureError: The model cannot be captured; the error names its source line.
+    """
+    if compute_dtype not in COMPUTE_DTYPES:
+        raise InputError(f"compute_dtype {compute_dtype} is none of {COMPUTE_DTYPES}")
+    inputs = meta_inputs(named_inputs(model, example_inputs))
+    flat = export_graph(model, inputs, loss_fn, compute_dtype)
+    clean(flat)
+    simplify_masks(flat)  # before folding: a mask is large, and most are never needed
+    fold_constants(flat)
+    loss_kind = normalize_loss(flat)
+    folded = fold(flat)
+    return ModelGraph(
+        name=name or type(model).__name__,
+        blocks=folded.blocks,
+        kinds=folded.kinds,
+        parameters=flat.parameters,
+        inputs=flat.inputs,
+        constants=flat.constants,
+        loss=folded.results[0],
+        weight=folded.results[1] if len(folded.results) > 1 else None,
+        loss_kind=loss_kind,
+        compute_dtype=compute_dtype,
+        fingerprint=fingerprint(folded, flat.inputs, flat.constants, loss_kind, compute_dtype),
+    )

@@ -1,0 +1,355 @@
+"""Clean-ups: one spelling for each operation, and none that does nothing.
+
+After ``clean``: no aliases, same-type casts or inactive dropout; shapes change by ``reshape`` and ``expand``
+only, whose arguments hold -1 where the batch is; matrices multiply in ``linear`` with their leading dims kept;
+results are split by ``split_with_sizes``; no size is read from a tensor.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace as with_fields
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.flat import FlatGraph, argument, emit, refuse, remove_dead_code, replace
+from autopar.ir.graph import Size, TensorInfo, info, set_info
+from autopar.ir.shapes import with_shape, writes_shape
+
+_aten = torch.ops.aten
+
+
+def clean(flat: FlatGraph) -> None:
+    """Bring the exported graph into the form above, and mark what gradients flow through.
+
+    Raises:
+        CaptureError: The model computes with its batch size.
+    """
+    for node in flat.calls():
+        if node.target in _CHECKS:
+            flat.graph.erase_node(node)
+            continue
+        if not _has_info(node):
+            continue
+        _mark_gradient(node)
+        _drop_device(node)
+        if node.target in _REWRITES:
+            _REWRITES[node.target](node)
+        elif writes_shape(node.target):
+            _write_shape(node)
+    for node in flat.calls():
+        if node.target is _aten.reshape.default:
+            _merge_reshapes(node)
+    remove_dead_code(flat)
+    for node in flat.calls():
+        if not _has_info(node):
+            user = next(iter(node.users))
+            raise refuse(
+                user if _has_info(user) else node,
+                "the model computes with its batch size",
+                "take means with .mean(), or divide by a fixed number",
+            )
+
+
+def _has_info(node: fx.Node) -> bool:
+    return "autopar" in node.meta
+
+
+# --- facts ---------------------------------------------------------------------------------------
+
+_NO_GRADIENT = {
+    _aten.detach.default,
+    _aten.zeros_like.default,
+    _aten.ones_like.default,
+    _aten.full_like.default,
+    _aten.new_zeros.default,
+    _aten.new_ones.default,
+    _aten.new_full.default,
+    _aten.new_empty.default,
+    _aten.empty_like.default,
+    _aten.rand_like.default,
+    _aten.randn_like.default,
+}
+
+
+def _mark_gradient(node: fx.Node) -> None:
+    """A result requires a gradient if it is float and computed from something that does."""
+    flows = node.target not in _NO_GRADIENT and any(
+        tensor.requires_grad
+        for source in node.all_input_nodes
+        if _has_info(source)
+        for tensor in info(source).tensors
+    )
+    if flows:
+        facts = info(node)
+        tensors = tuple(
+            with_fields(tensor, requires_grad=tensor.dtype.is_floating_point)
+            for tensor in facts.tensors
+        )
+        set_info(node, with_fields(facts, tensors=tensors))
+
+
+def _tensor(node: fx.Node) -> TensorInfo:
+    return info(node).tensor
+
+
+def _shape(node: fx.Node) -> tuple[Size, ...]:
+    return info(node).tensor.shape
+
+
+def _arg(node: fx.Node, position: int, name: str) -> fx.Node:
+    found = argument(node, position, name, None)
+    assert isinstance(found, fx.Node)
+    return found
+
+
+def _same(node: fx.Node, other: fx.Node) -> bool:
+    return _shape(node) == _shape(other) and _tensor(node).dtype == _tensor(other).dtype
+
+
+# --- what does nothing ---------------------------------------------------------------------------
+
+_CHECKS = {
+    _aten._assert_tensor_metadata.default,
+    _aten._assert_scalar.default,
+    _aten._assert_async.msg,
+    _aten.sym_constrain_range.default,
+    _aten.sym_constrain_range_for_size.default,
+}
+
+
+def _drop(node: fx.Node) -> None:
+    replace(node, _arg(node, 0, "self"))
+
+
+def _drop_detach(node: fx.Node) -> None:
+    if not _tensor(_arg(node, 0, "self")).requires_grad:
+        _drop(node)
+
+
+def _drop_dropout(node: fx.Node) -> None:
+    if argument(node, 1, "p", 0.5) == 0 or not argument(node, 2, "train", True):
+        _drop(node)
+
+
+def _normalize_slice(node: fx.Node) -> None:
+    """A slice has dim, start, end and step, with 0 ≤ dim and 0 ≤ start ≤ end ≤ size; a whole one is dropped."""
+    source = _arg(node, 0, "self")
+    step = argument(node, 4, "step", 1)
+    if _same(node, source) and step == 1:
+        _drop(node)
+        return
+    dim = argument(node, 1, "dim", 0) % len(_shape(source))
+    size = _shape(source)[dim]
+    bounds = argument(node, 2, "start", None), argument(node, 3, "end", None)
+    if isinstance(size, int) and all(bound is None or isinstance(bound, int) for bound in bounds):
+        start, end, _ = slice(*bounds).indices(size)
+        node.args, node.kwargs = (source, dim, start, end, step), {}
+
+
+def _drop_device(node: fx.Node) -> None:
+    """No op names a device: tensors are made on the default one."""
+    dropped = {"device", "pin_memory", "layout", "memory_format", "non_blocking", "copy"}
+    kwargs = {key: value for key, value in node.kwargs.items() if key not in dropped}
+    creates = not any(_has_info(source) for source in node.all_input_nodes)
+    if creates and node.target is not operator.getitem:
+        kwargs["dtype"] = _tensor(node).dtype
+    if kwargs != node.kwargs:
+        node.kwargs = kwargs
+
+
+def _normalize_cast(node: fx.Node) -> None:
+    source = _arg(node, 0, "self")
+    dtype = _tensor(node).dtype
+    if _tensor(source).dtype == dtype:
+        _drop(node)
+        return
+    node.target = _aten.to.dtype
+    node.args, node.kwargs = (source, dtype), {}
+
+
+# --- shapes --------------------------------------------------------------------------------------
+
+
+def _sentinels(shape: tuple[Size, ...]) -> list[int]:
+    return [size if isinstance(size, int) else -1 for size in shape]
+
+
+def _write_shape(node: fx.Node) -> None:
+    node.args, node.kwargs = with_shape(
+        node.target, node.args, dict(node.kwargs), _sentinels(_shape(node))
+    )
+
+
+def _to_reshape(node: fx.Node) -> None:
+    """A reshape; none if it comes back to a shape that the tensor had before."""
+    source = before = _arg(node, 0, "self")
+    while _shape(before) != _shape(node):
+        if before.target is not _aten.reshape.default:
+            node.target = _aten.reshape.default
+            node.args, node.kwargs = (source, _sentinels(_shape(node))), {}
+            return
+        before = _arg(before, 0, "self")
+    replace(node, before)
+
+
+def _merge_reshapes(node: fx.Node) -> None:
+    source = _arg(node, 0, "self")
+    while source.target is _aten.reshape.default:
+        source = _arg(source, 0, "self")
+    node.replace_input_with(_arg(node, 0, "self"), source)
+
+
+def _to_expand(node: fx.Node) -> None:
+    source = _arg(node, 0, "self")
+    if _shape(source) == _shape(node):
+        _drop(node)
+        return
+    node.target = _aten.expand.default
+    node.args, node.kwargs = (source, _sentinels(_shape(node))), {}
+
+
+def _repeat_to_expand(node: fx.Node) -> None:
+    """``repeat`` that only repeats dims of size 1 is an ``expand``."""
+    source = _shape(_arg(node, 0, "self"))
+    shape = _shape(node)
+    padded = (1,) * (len(shape) - len(source)) + source
+    if all(old in (1, new) for old, new in zip(padded, shape, strict=True)):
+        _to_expand(node)
+
+
+def _to_transpose(node: fx.Node) -> None:
+    """Transposes with dims ≥ 0, the smaller first; two that undo each other are dropped."""
+    source = _arg(node, 0, "self")
+    rank = len(_shape(source))
+    if node.target in (_aten.t.default, _aten.numpy_T.default) and rank != 2:
+        if rank < 2:
+            _drop(node)
+        return
+    default = (rank - 2, rank - 1)
+    dims = [argument(node, index + 1, f"dim{index}", default[index]) for index in range(2)]
+    first, second = sorted(dim % rank for dim in dims)
+    if first == second:
+        _drop(node)
+    elif source.target is _aten.transpose.int and source.args[1:] == (first, second):
+        replace(node, _arg(source, 0, "self"))
+    else:
+        node.target = _aten.transpose.int
+        node.args, node.kwargs = (source, first, second), {}
+
+
+def _to_split_with_sizes(node: fx.Node) -> None:
+    source = _arg(node, 0, "self")
+    dim = argument(node, 2, "dim", 0) % len(_shape(source))
+    sizes = [tensor.shape[dim] for tensor in info(node).tensors]
+    if not all(isinstance(size, int) for size in sizes):
+        raise refuse(node, "the model splits the batch", "process the batch as a whole")
+    node.target = _aten.split_with_sizes.default
+    node.args, node.kwargs = (source, sizes, dim), {}
+
+
+# --- linear --------------------------------------------------------------------------------------
+
+
+def _addmm_to_linear(node: fx.Node) -> None:
+    bias, source, matrix = node.args[:3]
+    scaled = any(node.kwargs.get(key, 1) != 1 for key in ("alpha", "beta"))
+    assert isinstance(bias, fx.Node) and isinstance(source, fx.Node) and isinstance(matrix, fx.Node)
+    if not scaled and _shape(bias) == _shape(matrix)[1:]:
+        _multiply(node, source, _transposed(node, matrix), bias)
+
+
+def _matmul_to_linear(node: fx.Node) -> None:
+    source, matrix = _arg(node, 0, "self"), node.args[1]
+    assert isinstance(matrix, fx.Node)
+    if len(_shape(matrix)) == 2 and len(_shape(source)) >= 2:
+        _multiply(node, source, _transposed(node, matrix), None)
+
+
+def _unflatten_linear(node: fx.Node) -> None:
+    source, weight = node.args[:2]
+    assert isinstance(source, fx.Node) and isinstance(weight, fx.Node)
+    if source.target is _aten.reshape.default:
+        _multiply(node, source, weight, argument(node, 2, "bias", None))
+
+
+def _transposed(node: fx.Node, matrix: fx.Node) -> fx.Node:
+    if matrix.target is _aten.transpose.int:
+        return _arg(matrix, 0, "self")
+    rows, columns = _shape(matrix)
+    facts = _tensor(matrix)
+    return emit(
+        node.graph,
+        node,
+        _aten.transpose.int,
+        (matrix, 0, 1),
+        shape=(columns, rows),
+        dtype=facts.dtype,
+        requires_grad=facts.requires_grad,
+    )
+
+
+def _multiply(node: fx.Node, source: fx.Node, weight: fx.Node, bias: fx.Node | None) -> None:
+    """``node`` becomes a linear, on the tensor before its leading dims were flattened."""
+    operands = (weight,) if bias is None else (weight, bias)
+    features = _shape(node)[-1]
+    while source.target is _aten.reshape.default:
+        before = _arg(source, 0, "self")
+        if not _shape(before) or _shape(before)[-1] != _shape(source)[-1]:
+            break
+        source = before
+    shape = (*_shape(source)[:-1], features)
+    if shape == _shape(node):
+        node.target = _aten.linear.default
+        node.args, node.kwargs = (source, *operands), {}
+        return
+    product = emit(node.graph, node, _aten.linear.default, (source, *operands), shape=shape)
+    node.target = _aten.reshape.default
+    node.args, node.kwargs = (product, _sentinels(_shape(node))), {}
+
+
+_REWRITES: dict[Any, Callable[[fx.Node], None]] = {
+    _aten.alias.default: _drop,
+    _aten.contiguous.default: _drop,
+    _aten.clone.default: _drop,
+    _aten.lift_fresh_copy.default: _drop,
+    _aten.detach.default: _drop_detach,
+    _aten.detach_.default: _drop_detach,
+    _aten.dropout.default: _drop_dropout,
+    _aten.feature_dropout.default: _drop_dropout,
+    _aten.slice.Tensor: _normalize_slice,
+    _aten.to.dtype: _normalize_cast,
+    _aten.to.dtype_layout: _normalize_cast,
+    _aten.to.device: _normalize_cast,
+    _aten.to.other: _normalize_cast,
+    _aten.type_as.default: _normalize_cast,
+    _aten._to_copy.default: _normalize_cast,
+    _aten.reshape.default: _to_reshape,
+    _aten.view.default: _to_reshape,
+    _aten._unsafe_view.default: _to_reshape,
+    _aten.flatten.using_ints: _to_reshape,
+    _aten.unflatten.int: _to_reshape,
+    _aten.view_as.default: _to_reshape,
+    _aten.reshape_as.default: _to_reshape,
+    _aten.expand.default: _to_expand,
+    _aten.expand_as.default: _to_expand,
+    _aten.broadcast_to.default: _to_expand,
+    _aten.repeat.default: _repeat_to_expand,
+    _aten.t.default: _to_transpose,
+    _aten.numpy_T.default: _to_transpose,
+    _aten.mT.default: _to_transpose,
+    _aten.transpose.int: _to_transpose,
+    _aten.swapaxes.default: _to_transpose,
+    _aten.swapdims.default: _to_transpose,
+    _aten.chunk.default: _to_split_with_sizes,
+    _aten.split.Tensor: _to_split_with_sizes,
+    _aten.split.sizes: _to_split_with_sizes,
+    _aten.split_with_sizes.default: _to_split_with_sizes,
+    _aten.addmm.default: _addmm_to_linear,
+    _aten.mm.default: _matmul_to_linear,
+    _aten.matmul.default: _matmul_to_linear,
+    _aten.linear.default: _unflatten_linear,
+}

@@ -1,0 +1,324 @@
+"""The exported graph: ``torch.export`` of forward and loss on the meta device, as a ``FlatGraph``."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.overrides import TorchFunctionMode
+
+from autopar.capture.flat import FlatGraph, refuse, source_of
+from autopar.capture.meta import MetaClone, clone_to_meta
+from autopar.capture.sources import LossFn
+from autopar.ir.errors import CaptureError, InputError
+from autopar.ir.graph import (
+    BATCH,
+    NodeInfo,
+    Parameter,
+    Role,
+    Size,
+    TensorInfo,
+    ValueId,
+    info,
+    set_info,
+)
+
+_ROOT = "model"
+_MAX_BATCH = 2**20
+
+
+def export_graph(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    loss_fn: LossFn | None,
+    compute_dtype: torch.dtype,
+) -> FlatGraph:
+    """Trace ``model`` with its loss for any batch size; ``inputs`` are meta tensors with a batch of 2.
+
+    Raises:
+        CaptureError: The model has data-dependent control flow, depends on the batch size, or is beyond export.
+    """
+    clone = clone_to_meta(model, compute_dtype)
+    program = _export(_WithLoss(clone.module, loss_fn, tuple(inputs)), inputs, compute_dtype)
+    graph = program.graph
+    _attach_infos(graph)
+    parameters = _logical_parameters(clone.module)
+    flat = FlatGraph(
+        graph=graph,
+        bindings={},
+        parameters=parameters,
+        inputs={},
+    )
+    _bind_placeholders(flat, program, clone, tuple(inputs))
+    return flat
+
+
+class _WithLoss(nn.Module):
+    """The model followed by its loss, with all inputs in one dict."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        accepted = inspect.signature(model.forward).parameters
+        anything = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+        self.passed = tuple(
+            name for name in names if name in accepted or (anything and loss_fn is None)
+        )
+        if loss_fn is None and len(self.passed) < len(names):
+            unknown = sorted(set(names) - set(self.passed))
+            raise InputError(
+                f"{type(model).__name__}.forward takes no input named {', '.join(unknown)}",
+                hint="name the inputs as forward's parameters, or give a loss_fn that reads the others",
+            )
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        output = self.model(**{name: batch[name] for name in self.passed})
+        loss = _find_loss(output) if self.loss_fn is None else self.loss_fn(output, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            by = "loss_fn" if self.loss_fn else f"{type(self.model).__name__}.forward"
+            raise CaptureError(
+                f"{by} gives no scalar loss",
+                hint="return a scalar, an output with a loss, or pass loss_fn(output, batch)",
+            )
+        return loss.reshape(())
+
+
+def _find_loss(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    if isinstance(output, tuple | list):
+        scalars = [
+            item
+            for item in output
+            if isinstance(item, Tensor) and item.dim() == 0 and item.is_floating_point()
+        ]
+        return scalars[0] if len(scalars) == 1 else None
+    return getattr(output, "loss", None)
+
+
+class _NeverNarrower(TorchFunctionMode):
+    """Casts to float32 inside the model become casts to float64."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.float:
+            return args[0].to(torch.float64)
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {
+            key: torch.float64 if value is torch.float32 else value
+            for key, value in (kwargs or {}).items()
+        }
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _computing_in(dtype: torch.dtype) -> Iterator[None]:
+    if dtype is not torch.float64:
+        yield
+        return
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _NeverNarrower():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _export(
+    module: nn.Module, inputs: Mapping[str, Tensor], compute_dtype: torch.dtype
+) -> ExportedProgram:
+    batch = Dim("b", min=1, max=_MAX_BATCH)
+    # One tensor each: torch.export merges inputs that are the same object.
+    example = {name: torch.empty_like(value) for name, value in inputs.items()}
+    try:
+        with _computing_in(compute_dtype):
+            return torch.export.export(
+                module,
+                (example,),
+                dynamic_shapes=({name: {0: batch} for name in example},),
+                strict=False,
+            )
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise _explain(error) from error
+
+
+def _explain(error: Exception) -> CaptureError:
+    """The user's error for what ``torch.export`` raised."""
+    text = str(error)
+    where = _user_line(error)
+    kind = type(error).__name__
+    if "data-dependent" in text or "DataDependent" in kind or "GuardOnDataDependent" in kind:
+        return CaptureError(
+            "the model's control flow or shapes depend on the values of tensors",
+            where=where,
+            hint="compute with torch.where or masks instead of a Python branch on a tensor",
+        )
+    if "Constraints violated" in text or "ConstraintViolation" in kind:
+        return CaptureError(
+            "the model fixes the batch size: " + _first_line(text),
+            where=where,
+            hint="take sizes from the input (x.shape[0]) instead of writing them down",
+        )
+    return CaptureError(
+        f"the model cannot be traced: {kind}: {_first_line(text)}",
+        where=where,
+        hint="try torch.export.export(model, …, strict=False) on it alone",
+    )
+
+
+def _first_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0] if lines else "no message"
+
+
+def _user_line(error: BaseException) -> str | None:
+    """The innermost source line of the model that ``error`` passed through."""
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not re.search(r"[/\\](torch|autopar)[/\\]|contextlib|<", code.co_filename):
+            found = f"{code.co_filename}:{trace.tb_lineno}, in {code.co_name}"
+        trace = trace.tb_next
+    return found
+
+
+def _attach_infos(graph: fx.Graph) -> None:
+    """Give every node with a tensor value its ``NodeInfo``; no gradients yet."""
+    rename = _SizeReader()
+    sources: dict[str | None, str] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        is_tuple = isinstance(value, tuple | list)
+        values = value if is_tuple else (value,)
+        if not all(isinstance(item, Tensor) for item in values) or node.op == "output":
+            continue
+        trace = node.meta.get("stack_trace")
+        if trace not in sources:
+            sources[trace] = source_of(trace)
+        stack = node.meta.get("nn_module_stack") or {}
+        path = next(reversed(stack.values()))[0] if stack else ""
+        tensors = tuple(
+            TensorInfo(shape=rename.shape(item), dtype=item.dtype, requires_grad=False)
+            for item in values
+        )
+        path = path.removeprefix(_ROOT).removeprefix(".") if path.startswith(_ROOT) else ""
+        set_info(
+            node,
+            NodeInfo(tensors=tensors, is_tuple=is_tuple, module=path, source=sources[trace]),
+        )
+
+
+class _SizeReader:
+    """Sizes of exported tensors as expressions of ``BATCH``."""
+
+    def __init__(self) -> None:
+        self._known: dict[sympy.Expr, Size] = {}
+
+    def shape(self, tensor: Tensor) -> tuple[Size, ...]:
+        return tuple(self._size(size) for size in tensor.shape)
+
+    def _size(self, size: int | torch.SymInt) -> Size:
+        if isinstance(size, int):
+            return size
+        expression = size.node.expr
+        if expression not in self._known:
+            renamed = expression.xreplace(dict.fromkeys(expression.free_symbols, BATCH))
+            self._known[expression] = int(renamed) if renamed.is_Integer else renamed
+        return self._known[expression]
+
+
+def _logical_parameters(module: nn.Module) -> dict[str, Parameter]:
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, nn.Parameter] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        tensors[id(parameter)] = parameter
+    return {
+        group[0]: Parameter(
+            name=group[0],
+            names=tuple(group),
+            shape=tuple(tensors[key].shape),
+            dtype=tensors[key].dtype,
+            requires_grad=tensors[key].requires_grad,
+        )
+        for key, group in names.items()
+    }
+
+
+def _bind_placeholders(
+    flat: FlatGraph, program: ExportedProgram, clone: MetaClone, input_names: tuple[str, ...]
+) -> None:
+    """Bind placeholders to parameters (one for each group of tied ones), inputs and buffers."""
+    owner = {
+        name: parameter.name for parameter in flat.parameters.values() for name in parameter.names
+    }
+    first: dict[ValueId, fx.Node] = {}
+    remaining = iter(input_names)
+    inputs: dict[str, TensorInfo] = {}
+    placeholders = [node for node in flat.graph.nodes if node.op == "placeholder"]
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+        match spec.kind:
+            case InputKind.PARAMETER:
+                assert spec.target is not None
+                value = ValueId(Role.PARAMETER, owner[spec.target.removeprefix(_ROOT + ".")])
+                _require_grad(node, flat.parameters[value.name].requires_grad)
+            case InputKind.USER_INPUT:
+                value = ValueId(Role.INPUT, next(remaining))
+                inputs[value.name] = info(node).tensor
+            case InputKind.BUFFER | InputKind.CONSTANT_TENSOR:
+                assert spec.target is not None
+                value = ValueId(Role.CONSTANT, spec.target.removeprefix(_ROOT + "."))
+                flat.constants[value.name] = _constant_value(spec.target, program, clone, node)
+            case _:
+                raise refuse(node, f"the model uses a {spec.kind.name.lower()}", "use tensors only")
+        if value in first:
+            node.replace_all_uses_with(first[value])
+            flat.graph.erase_node(node)
+            continue
+        first[value] = node
+        flat.bindings[node] = value
+    flat.inputs = inputs
+
+
+def _require_grad(node: fx.Node, requires_grad: bool) -> None:
+    tensor = info(node).tensor
+    set_info(
+        node,
+        NodeInfo(
+            tensors=(
+                TensorInfo(shape=tensor.shape, dtype=tensor.dtype, requires_grad=requires_grad),
+            )
+        ),
+    )
+
+
+def _constant_value(
+    target: str, program: ExportedProgram, clone: MetaClone, node: fx.Node
+) -> Tensor:
+    held = program.state_dict.get(target, program.constants.get(target))
+    assert isinstance(held, Tensor), f"{target} is no tensor of the exported program"
+    if not held.is_meta:
+        return held.detach()
+    value = clone.value_of(held)
+    if value is None:
+        raise CaptureError(
+            f"the value of buffer {target.removeprefix(_ROOT + '.')} is unknown: it is on the meta device",
+            hint="build the model with autopar.open_model or on the CPU, where buffers keep their values",
+        )
+    return value
