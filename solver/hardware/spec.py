@@ -1,0 +1,98 @@
+"""What a hardware file says. Every number in the file carries its source; here are the values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Precision = Literal["bf16", "fp32", "float64"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakFlops:
+    """Dense peak FLOP/s by dtype of the operands."""
+
+    bf16: float
+    fp32: float
+    float64: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """One GPU (or one CPU rank). ``launch_s`` is the floor of a kernel, from the host's side."""
+
+    num_sms: int
+    hbm_bytes_per_s: float
+    usable_bytes: int
+    launch_s: float
+    peak_flops: PeakFlops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """Shares of the peaks that kernels reach on shapes that fill the chip, by tile of a product."""
+
+    tile_256x128: float
+    tile_128x128: float
+    tile_64x64: float
+    attention_forward: float
+    attention_backward: float
+    hbm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What is lost before the first tensor, and to the allocator (share of what it hands out)."""
+
+    context_bytes: int
+    fragmentation: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLink:
+    """Ring collectives inside a node of ``n`` ranks: ``latency_s + n · latency_per_rank_s + traffic / bandwidth``.
+
+    Bandwidth is ``bytes_per_s · (1 − lost_per_rank / n) · in_step``, the last for what other
+    kernels of a training step take away.
+    """
+
+    bytes_per_s: float
+    lost_per_rank: float
+    in_step: float
+    latency_s: float
+    latency_per_rank_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """Links out of a node, one direction, shared by all its ranks that talk to other nodes."""
+
+    node_bytes_per_s: float
+    efficiency: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """``slowdown``: compute beside communication is longer by this share of the communication."""
+
+    slowdown: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """A hardware file: a chip, a node of them, and the network between nodes."""
+
+    name: str
+    device: str
+    backend: str
+    gpus_per_node: int
+    precision: Precision
+    chip: Chip
+    efficiency: Efficiency
+    memory: Memory
+    node_link: NodeLink
+    network: Network
+    overlap: Overlap
+    sources: Mapping[str, str]
