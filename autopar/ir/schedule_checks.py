@@ -1,0 +1,252 @@
+"""What holds of every schedule, whoever made it: complete, ordered, matched, free of deadlock; and what it keeps alive.
+
+Sends are buffered and receives are posted without waiting: only a forward or backward waits, for its message.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from autopar.ir.errors import ScheduleError
+from autopar.ir.schedule import Action, ActionKind, Schedule
+
+_COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD)
+
+Channel = tuple[int, int, bool]
+"""Source stage, target stage, and whether it carries activations (else gradients). Messages keep their order."""
+
+
+def validate(schedule: Schedule) -> None:
+    """Check ``schedule``.
+
+    Raises:
+        ScheduleError: an action is missing, repeated, on the wrong stage, out of order, unmatched, or never runs;
+            the message names stage and action.
+    """
+    for stage in range(schedule.num_stages):
+        _check_complete(schedule, stage)
+        _check_order(schedule, stage)
+        _check_parameters(schedule, stage)
+    _check_channels(schedule)
+    makespan(schedule)
+
+
+def peak_live(schedule: Schedule) -> tuple[int, ...]:
+    """For each stage, the most (segment, micro-batch) pairs that were forwarded and not yet backwarded."""
+    peaks: list[int] = []
+    for actions in schedule.actions:
+        live = peak = 0
+        for action in actions:
+            if action.kind is ActionKind.FORWARD:
+                live += 1
+            elif action.kind is ActionKind.BACKWARD:
+                live -= 1
+            peak = max(peak, live)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def makespan(schedule: Schedule, *, forward: float = 1.0, backward: float = 1.0) -> float:
+    """Duration of a step in which a segment's forward and backward take these times and all else takes none.
+
+    Raises:
+        ScheduleError: the stages wait for each other for ever.
+    """
+    clocks = [0.0] * schedule.num_stages
+    positions = [0] * schedule.num_stages
+    done: dict[Action, float] = {}
+    advanced = True
+    while advanced:
+        advanced = False
+        for stage, actions in enumerate(schedule.actions):
+            while positions[stage] < len(actions):
+                action = actions[positions[stage]]
+                ready = _ready_at(schedule, action, done)
+                if ready is None:
+                    break
+                if action.kind in _COMPUTE:
+                    duration = forward if action.kind is ActionKind.FORWARD else backward
+                    clocks[stage] = max(clocks[stage], ready) + duration
+                done.setdefault(action, clocks[stage])
+                positions[stage] += 1
+                advanced = True
+    for stage, actions in enumerate(schedule.actions):
+        if positions[stage] < len(actions):
+            action = actions[positions[stage]]
+            raise ScheduleError("the stages wait for each other", where=_where(stage, action))
+    return max(clocks)
+
+
+def receive_of(schedule: Schedule, action: Action) -> Action | None:
+    """The receive that a forward or backward waits for, or None if its input is made on its own stage."""
+    stages, segment = schedule.stage_of_segment, action.segment
+    if action.kind is ActionKind.FORWARD and segment > 0:
+        if stages[segment - 1] != stages[segment]:
+            return Action(ActionKind.RECEIVE_ACTIVATIONS, segment, action.micro_batch)
+    elif action.kind is ActionKind.BACKWARD and segment + 1 < len(stages):
+        if stages[segment + 1] != stages[segment]:
+            return Action(ActionKind.RECEIVE_GRADIENTS, segment, action.micro_batch)
+    return None
+
+
+def _ready_at(schedule: Schedule, action: Action, done: dict[Action, float]) -> float | None:
+    """When the inputs of ``action`` exist, or None if they do not yet."""
+    if action.kind not in _COMPUTE:
+        return 0.0
+    segment, micro_batch = action.segment, action.micro_batch
+    received = receive_of(schedule, action)
+    needed: list[Action] = []
+    if action.kind is ActionKind.FORWARD:
+        if segment > 0:
+            kind = ActionKind.SEND_ACTIVATIONS if received else ActionKind.FORWARD
+            needed.append(Action(kind, segment - 1, micro_batch))
+    else:
+        needed.append(Action(ActionKind.FORWARD, segment, micro_batch))
+        if segment + 1 < schedule.num_segments:
+            kind = ActionKind.SEND_GRADIENTS if received else ActionKind.BACKWARD
+            needed.append(Action(kind, segment + 1, micro_batch))
+    if any(before not in done for before in needed):
+        return None
+    return max((done[before] for before in needed), default=0.0)
+
+
+def _check_complete(schedule: Schedule, stage: int) -> None:
+    """Each forward, backward, send and receive once and on its stage; the optimizer once, last."""
+    actions = schedule.actions[stage]
+    expected = set(_expected(schedule, stage))
+    counts = Counter(
+        action
+        for action in actions
+        if action.micro_batch >= 0 or action.kind is ActionKind.OPTIMIZER
+    )
+    for action, count in counts.items():
+        if action not in expected:
+            raise ScheduleError("the action does not belong here", where=_where(stage, action))
+        if count > 1:
+            raise ScheduleError(f"the action occurs {count} times", where=_where(stage, action))
+    for action in expected:
+        if action not in counts:
+            raise ScheduleError("the action is missing", where=_where(stage, action))
+    if actions[-1].kind is not ActionKind.OPTIMIZER:
+        raise ScheduleError("the optimizer must come last", where=_where(stage, actions[-1]))
+
+
+def _expected(schedule: Schedule, stage: int) -> Iterator[Action]:
+    yield Action(ActionKind.OPTIMIZER)
+    stages = schedule.stage_of_segment
+    for segment in schedule.segments_of(stage):
+        after = segment > 0 and stages[segment - 1] != stage
+        before = segment + 1 < len(stages) and stages[segment + 1] != stage
+        for micro_batch in range(schedule.num_micro_batches):
+            yield Action(ActionKind.FORWARD, segment, micro_batch)
+            yield Action(ActionKind.BACKWARD, segment, micro_batch)
+            if after:
+                yield Action(ActionKind.RECEIVE_ACTIVATIONS, segment, micro_batch)
+                yield Action(ActionKind.SEND_GRADIENTS, segment, micro_batch)
+            if before:
+                yield Action(ActionKind.SEND_ACTIVATIONS, segment, micro_batch)
+                yield Action(ActionKind.RECEIVE_GRADIENTS, segment, micro_batch)
+
+
+def _check_order(schedule: Schedule, stage: int) -> None:
+    """What is used was made before: receives before uses, forwards before backwards, results before sends."""
+    seen: set[Action] = set()
+    for action in schedule.actions[stage]:
+        kind, segment, micro_batch = action.kind, action.segment, action.micro_batch
+        needed: list[Action | None] = []
+        if kind in _COMPUTE:
+            needed.append(receive_of(schedule, action))
+        if kind in (ActionKind.BACKWARD, ActionKind.SEND_ACTIVATIONS):
+            needed.append(Action(ActionKind.FORWARD, segment, micro_batch))
+        if kind is ActionKind.SEND_GRADIENTS:
+            needed.append(Action(ActionKind.BACKWARD, segment, micro_batch))
+        for before in needed:
+            if before is not None and before not in seen:
+                raise ScheduleError(f"{before} must come before", where=_where(stage, action))
+        seen.add(action)
+
+
+def _check_parameters(schedule: Schedule, stage: int) -> None:
+    """Parameters are gathered when used; every gradient is reduced after it was made, before the optimizer."""
+    own = set(schedule.segments_of(stage))
+    gathered: set[int] = set()
+    unreduced: set[int] = set()
+    for action in schedule.actions[stage]:
+        segment, where = action.segment, _where(stage, action)
+        match action.kind:
+            case ActionKind.GATHER_PARAMETERS:
+                if segment not in own or segment in gathered:
+                    raise ScheduleError("gathers what is gathered, or not held here", where=where)
+                gathered.add(segment)
+            case ActionKind.FREE_PARAMETERS:
+                if segment not in gathered:
+                    raise ScheduleError("frees parameters that are not gathered", where=where)
+                gathered.remove(segment)
+            case ActionKind.FORWARD | ActionKind.BACKWARD:
+                if segment not in gathered:
+                    raise ScheduleError("the parameters are not gathered", where=where)
+                if action.kind is ActionKind.BACKWARD:
+                    unreduced.add(segment)
+            case ActionKind.REDUCE_GRADIENTS:
+                if segment not in unreduced:
+                    raise ScheduleError("there is no gradient to reduce", where=where)
+                unreduced.remove(segment)
+            case ActionKind.OPTIMIZER:
+                if unreduced:
+                    raise ScheduleError(
+                        f"gradients of segments {sorted(unreduced)} are not reduced", where=where
+                    )
+            case _:
+                pass
+
+
+def _check_channels(schedule: Schedule) -> None:
+    """On every channel the receives are posted in the order of the sends."""
+    sends: dict[Channel, list[tuple[int, int]]] = {}
+    receives: dict[Channel, list[tuple[int, int]]] = {}
+    for stage, actions in enumerate(schedule.actions):
+        for action in actions:
+            channel = channel_of(schedule, action)
+            if channel is None:
+                continue
+            sending = stage == channel[0]
+            boundary = action.segment
+            if action.kind in (ActionKind.RECEIVE_ACTIVATIONS, ActionKind.SEND_GRADIENTS):
+                boundary -= 1
+            side = sends if sending else receives
+            side.setdefault(channel, []).append((boundary, action.micro_batch))
+    for channel in sends.keys() | receives.keys():
+        sent, received = sends.get(channel, []), receives.get(channel, [])
+        for position, (left, right) in enumerate(zip(sent, received, strict=False)):
+            if left != right:
+                raise ScheduleError(
+                    f"message {position} from stage {channel[0]} is {left} (segment, micro-batch), "
+                    f"but stage {channel[1]} receives {right}",
+                    where=f"stage {channel[1]}",
+                )
+        if len(sent) != len(received):
+            raise ScheduleError(
+                f"{len(sent)} sends from stage {channel[0]}, {len(received)} receives",
+                where=f"stage {channel[1]}",
+            )
+
+
+def channel_of(schedule: Schedule, action: Action) -> Channel | None:
+    """The channel that a send or receive uses; None for other actions."""
+    stages, segment = schedule.stage_of_segment, action.segment
+    match action.kind:
+        case ActionKind.SEND_ACTIVATIONS:
+            return stages[segment], stages[segment + 1], True
+        case ActionKind.RECEIVE_ACTIVATIONS:
+            return stages[segment - 1], stages[segment], True
+        case ActionKind.SEND_GRADIENTS:
+            return stages[segment], stages[segment - 1], False
+        case ActionKind.RECEIVE_GRADIENTS:
+            return stages[segment + 1], stages[segment], False
+        case _:
+            return None
+
+
+def _where(stage: int, action: Action) -> str:
+    return f"stage {stage}, action {action}"
