@@ -1,6 +1,6 @@
 """Capture turns a model into a graph on the meta device, with its repeated blocks folded."""
 
-from autopar.capture.capture import COMPUTE_DTYPES, capture
+from autopar.capture.steps import COMPUTE_DTYPES, capture
 from autopar.capture.reference import run_kind, run_reference
 from autopar.capture.sources import Inputs, LossFn, ModelSource, open_model
 
