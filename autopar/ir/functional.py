@@ -92,7 +92,7 @@ def partial_mean(
     axes: Sequence[AxisGroup],
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """This rank's term of the mean of a tensor whose reduced dims are sharded evenly over ``axes``."""
+    """This rank's term of the mean of a tensor whose reduced dims are sharded over ``axes``."""
     mean = tensor.mean(dim, keepdim, dtype=dtype)
     return mean / math.prod(axis.size for axis in axes)
 
@@ -105,13 +105,48 @@ def dropout(tensor: Tensor, p: float) -> Tensor:
 def sharded_dropout(tensor: Tensor, p: float, axis: AxisGroup, state: str) -> Tensor:
     """Dropout of a sharded tensor, with the mask of the whole tensor.
 
-    Every rank of ``axis`` draws that mask and takes its shard. Needs the same state of the random generator on all ranks of the axis.
+    Every rank of ``axis`` draws that mask and takes its shard: all need the same state of the
+    random generator.
     """
     placed = parse_state(state)
     shape = list(tensor.shape)
     shape[placed.dim] *= axis.size
     keep = torch.rand(shape, device=tensor.device) >= p
     return _drop(tensor, take_shard(keep, placed, axis.rank, axis.size), p)
+
+
+def attention_with_dropout(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    axis: AxisGroup | None = None,
+    state: str = "I",
+) -> Tensor:
+    """``scaled_dot_product_attention`` with the dropout of ``dropout`` or ``sharded_dropout``.
+
+    ``state`` is the result's state on ``axis``: batch, heads or query positions may be sharded.
+    """
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = (tensor.repeat_interleave(groups, -3) for tensor in (key, value))
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    weights = scores.softmax(-1)
+    if axis is None or not parse_state(state).is_sharded:
+        return dropout(weights, dropout_p) @ value
+    return sharded_dropout(weights, dropout_p, axis, state) @ value
 
 
 def _drop(tensor: Tensor, keep: Tensor, p: float) -> Tensor:

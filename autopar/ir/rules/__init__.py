@@ -1,1 +1,30 @@
-"""Factor rules of ops: one per family, proved by running them shard by shard."""
+"""Factor rules of ops: one file per family, proved by running them shard by shard.
+
+Importing this package registers all families.
+"""
+
+from autopar.ir.rules import (
+    attention,
+    creation,
+    embedding,
+    indexing,
+    linear,
+    loss,
+    norm,
+    pointwise,
+    reduction,
+    shape,
+)
+
+__all__ = [
+    "attention",
+    "creation",
+    "embedding",
+    "indexing",
+    "linear",
+    "loss",
+    "norm",
+    "pointwise",
+    "reduction",
+    "shape",
+]

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.graph import NodeInfo, TensorInfo, info
+from autopar.ir.graph import NodeInfo, Size, TensorInfo, info
 from autopar.ir.layout import operands_of
 from autopar.ir.rules.core import Option, Rule, TensorDims
-from autopar.ir.rules.text import SizeTable, match_dims, parse_dims
+from autopar.ir.rules.text import SizeTable, match_dims, parse_dims, whole_size
 
 
 class Call:
@@ -23,6 +23,7 @@ class Call:
         node: The node.
         info: Its facts.
         operands: Shape and dtype of the tensor operands, in the order of ``operands_of``.
+        names: Names of all arguments of the schema, in order.
     """
 
     def __init__(self, node: fx.Node) -> None:
@@ -32,6 +33,7 @@ class Call:
             info(operand).tensor for operand in operands_of(node)
         )
         names, defaults = _signature(node.target)
+        self.names = names
         self._arguments: dict[str, Any] = {**defaults}
         self._indices: dict[str, tuple[int, ...]] = {}
         count = 0
@@ -70,6 +72,17 @@ class Call:
         found = self.indices(name)
         return self.operands[found[0]] if found else None
 
+    def shape(self, name: str) -> tuple[Size, ...]:
+        """The shape of the tensor given as an argument."""
+        found = self.tensor(name)
+        assert found is not None, f"{self.node.target}: {name} is no tensor"
+        return tuple(map(whole_size, found.shape))
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Names of the arguments that are tensors or lists of them."""
+        return tuple(name for name, found in self._indices.items() if found)
+
     @property
     def results(self) -> tuple[TensorInfo, ...]:
         return self.info.tensors
@@ -91,16 +104,13 @@ class Call:
         for name, tensor_dims in operands.items():
             for index in self.indices(name):
                 dims[index] = tensor_dims
+        sets = (frozenset(self.indices(*names)) for names in linear)
         return Rule(
             operands=tuple(dims),
             results=tuple(results),
             sizes=dict(sizes),
             unsplittable=frozenset(unsplittable),
-            linear=tuple(
-                dict.fromkeys(
-                    frozenset(found) for names in linear if (found := self.indices(*names))
-                )
-            ),
+            linear=tuple(dict.fromkeys(found for found in sets if found)),
             additive=frozenset(self.indices(*additive)),
             helpers=helpers or {},
             extra=tuple(extra),
@@ -117,23 +127,20 @@ class Call:
         extra: Sequence[Option] = (),
     ) -> Rule:
         """A rule from dims written as texts (see ``rules.text``), by argument name."""
-        texts = {name: parse_dims(text) for name, text in operands.items()}
-        result_texts = tuple(map(parse_dims, results))
-        present = {name: tensor for name in texts if (tensor := self.tensor(name)) is not None}
-        pairs = [(texts[name], tensor.shape) for name, tensor in present.items()]
-        pairs.extend(
-            (terms, tensor.shape) for terms, tensor in zip(result_texts, self.results, strict=True)
-        )
-        table = SizeTable.of(pairs)
+        terms = {name: parse_dims(text) for name, text in operands.items()}
+        result_terms = tuple(map(parse_dims, results))
+        pairs = [
+            (name, terms[name], self.operands[index].shape)
+            for name in terms
+            for index in self.indices(name)
+        ]
+        result_pairs = [
+            (found, tensor.shape) for found, tensor in zip(result_terms, self.results, strict=True)
+        ]
+        table = SizeTable.of((*((found, shape) for _, found, shape in pairs), *result_pairs))
         return self.rule(
-            {
-                name: match_dims(texts[name], tensor.shape, table)
-                for name, tensor in present.items()
-            },
-            [
-                match_dims(terms, tensor.shape, table)
-                for terms, tensor in zip(result_texts, self.results, strict=True)
-            ],
+            {name: match_dims(found, shape, table) for name, found, shape in pairs},
+            [match_dims(found, shape, table) for found, shape in result_pairs],
             table.sizes,
             unsplittable=table.unsplittable,
             linear=linear,
@@ -163,8 +170,8 @@ def _signature(target: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
             if argument.has_default_value()
         }
     parameters = inspect.signature(target).parameters
-    empty = inspect.Parameter.empty
-    defaults = {
-        name: value.default for name, value in parameters.items() if value.default is not empty
+    return tuple(parameters), {
+        name: value.default
+        for name, value in parameters.items()
+        if value.default is not inspect.Parameter.empty
     }
-    return tuple(parameters), defaults

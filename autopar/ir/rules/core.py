@@ -141,6 +141,8 @@ def options_of(
     for factor in rule.split_factors():
         size = evaluate(rule.sizes[factor], batch)
         for pattern in ((1,), *sorted(patterns.get(size, ()))):
+            if shard_sizes(size, pattern, axis_size) is None:
+                continue
             option = _split(rule, factor, pattern)
             if option is not None and _divides(option, operands, results, axis_size, batch):
                 found.append(option)

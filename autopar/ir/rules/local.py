@@ -1,8 +1,8 @@
 """Local forms: what a node becomes on the ranks under the options that it has on each axis.
 
-Most ops stay themselves, with shape arguments written anew. An option with a *helper* turns its node into a
-function of ``autopar.ir.functional`` that is given the ranks of the axis. In a local graph these *axis handles*
-are ``get_attr`` nodes named ``axis_<name>``; whoever runs the graph puts an ``AxisGroup`` there.
+Most ops stay themselves, with shape arguments written anew. An option with a *helper* turns its
+node into a function of ``autopar.ir.functional`` that is given the ranks of the axis (see
+``program.axis_handle``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from autopar.ir import functional
 from autopar.ir.errors import PlacementError
 from autopar.ir.graph import info
 from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.program import axis_handle
 from autopar.ir.rules.call import Call
 from autopar.ir.rules.core import Option
 from autopar.ir.shapes import with_shape, with_sizes
@@ -41,22 +42,6 @@ class LocalForm:
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-
-def handle_name(axis: str) -> str:
-    """Name of the attribute of a local graph's module that holds the ``AxisGroup`` of ``axis``."""
-    return f"axis_{axis}"
-
-
-def axis_handle(graph: fx.Graph, axis: str) -> fx.Node:
-    """The ``get_attr`` node that reads the ranks of ``axis``: one for each axis, before all other nodes."""
-    name = handle_name(axis)
-    first = next(iter(graph.nodes))
-    for node in graph.nodes:
-        if node.op == "get_attr" and node.target == name:
-            return node
-    with graph.inserting_before(first):
-        return graph.create_node("get_attr", name, name=name)
 
 
 def localize_node(
@@ -94,12 +79,11 @@ def local_form(
     node: fx.Node, options: Mapping[str, Option], local_shapes: Sequence[Shape]
 ) -> LocalForm:
     """What ``node`` becomes under ``options``; see ``localize_node``."""
+    require_compatible(node, options)
     helped = {axis: option for axis, option in options.items() if option.helper is not None}
-    names = sorted({str(option.helper) for option in helped.values()})
-    if len(names) > 1:
-        raise _conflict(node, helped)
+    names = {str(option.helper) for option in helped.values()}
     if names:
-        return _HELPERS[names[0]](node, helped)
+        return _HELPERS[names.pop()](node, helped)
     if node.target in _RESHAPED:
         operand = Call(node).argument("self")
         return LocalForm(
@@ -115,6 +99,10 @@ def local_form(
         return _repeat(node, local_shapes[0])
     if node.target is _aten.dropout.default:
         return _dropout(node, {})
+    if node.target is _aten.scaled_dot_product_attention.default and Call(node).argument(
+        "dropout_p"
+    ):
+        return _attention_dropout(node, {})
     target = node.target
     assert callable(target)
     kwargs = dict(node.kwargs)
@@ -124,6 +112,26 @@ def local_form(
         written, kwargs = with_shape(target, node.args, kwargs, local_shapes[0])
     return LocalForm(target=target, args=written, kwargs=kwargs)
 
+
+def require_compatible(node: fx.Node, options: Mapping[str, Option]) -> None:
+    """Raise ``PlacementError`` if ``node`` has no local form under these options together."""
+    helped = {axis: option for axis, option in options.items() if option.helper is not None}
+    names = {option.helper for option in helped.values()}
+    exclusive = [
+        axis
+        for axis, option in helped.items()
+        if option.helper != "mean" and not (axis == DATA_AXIS and option.helper in _RANDOM)
+    ]
+    if len(names) > 1 or len(exclusive) > 1:
+        listed = ", ".join(f"{axis}: {option} ({option.helper})" for axis, option in helped.items())
+        raise PlacementError(
+            f"{node.name} ({node.target}) needs helpers on several axes at once: {listed}",
+            where=info(node).source or None,
+            hint="replicate the op on one of these axes",
+        )
+
+
+_RANDOM = ("dropout", "attention_dropout")
 
 # A dim of which a rank holds one index must not be squeezed away.
 _RESHAPED = (
@@ -153,7 +161,7 @@ def _repeat(node: fx.Node, local_shape: Shape) -> LocalForm:
 
 def _vocab_embedding(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
     call = Call(node)
-    args = (call.argument("weight"), call.argument("indices"), _only_axis(node, helped))
+    args = (call.argument("weight"), call.argument("indices"), AxisHandle(next(iter(helped))))
     padding = call.integer("padding_idx")
     kwargs = {} if padding < 0 else {"padding_idx": padding}
     return LocalForm(target=functional.vocab_embedding, args=args, kwargs=kwargs)
@@ -164,7 +172,7 @@ def _vocab_token_loss(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
     args = (
         call.argument("logits"),
         call.argument("targets"),
-        _only_axis(node, helped),
+        AxisHandle(next(iter(helped))),
         call.integer("ignore_index"),
     )
     return LocalForm(target=functional.vocab_token_loss, args=args, kwargs={})
@@ -182,17 +190,39 @@ def _mean(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
 
 
 def _dropout(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
-    """Ranks of the data axis draw their own masks; those of other axes draw one and take their shards."""
+    """Ranks of the data axis draw their own masks, others draw one mask and take their shards."""
     call = Call(node)
     args: tuple[Any, ...] = (call.argument("input"), call.argument("p"))
     if not call.argument("train"):
         return LocalForm(target=_aten.dropout.default, args=(*args, False), kwargs={})
-    shared = {axis: option for axis, option in helped.items() if axis != DATA_AXIS}
+    shared = _shared_mask(helped)
     if not shared:
         return LocalForm(target=functional.dropout, args=args, kwargs={})
-    handle = _only_axis(node, shared)
-    state = str(shared[handle.axis].results[0])
-    return LocalForm(target=functional.sharded_dropout, args=(*args, handle, state), kwargs={})
+    return LocalForm(target=functional.sharded_dropout, args=(*args, *shared), kwargs={})
+
+
+def _attention_dropout(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
+    """Attention that is not fused: dropout inside a fused kernel depends on the layout."""
+    call = Call(node)
+    names = ("query", "key", "value", "dropout_p")
+    optional = ("attn_mask", "is_causal", "scale", "enable_gqa")
+    kwargs = {name: call.argument(name) for name in optional}
+    shared = _shared_mask(helped)
+    if shared:
+        kwargs.update(zip(("axis", "state"), shared, strict=True))
+    return LocalForm(
+        target=functional.attention_with_dropout,
+        args=tuple(map(call.argument, names)),
+        kwargs=kwargs,
+    )
+
+
+def _shared_mask(helped: Mapping[str, Option]) -> tuple[AxisHandle, str] | None:
+    """The axis whose ranks share one dropout mask, and the state in which they do."""
+    for axis, option in helped.items():
+        if axis != DATA_AXIS:
+            return AxisHandle(axis), str(option.results[0])
+    return None
 
 
 _HELPERS: dict[str, Callable[[fx.Node, Mapping[str, Option]], LocalForm]] = {
@@ -200,19 +230,5 @@ _HELPERS: dict[str, Callable[[fx.Node, Mapping[str, Option]], LocalForm]] = {
     "vocab_token_loss": _vocab_token_loss,
     "mean": _mean,
     "dropout": _dropout,
+    "attention_dropout": _attention_dropout,
 }
-
-
-def _only_axis(node: fx.Node, helped: Mapping[str, Option]) -> AxisHandle:
-    if len(helped) != 1:
-        raise _conflict(node, helped)
-    return AxisHandle(next(iter(helped)))
-
-
-def _conflict(node: fx.Node, helped: Mapping[str, Option]) -> PlacementError:
-    listed = ", ".join(f"{axis}: {option} ({option.helper})" for axis, option in helped.items())
-    return PlacementError(
-        f"{node.name} ({node.target}) needs helpers on several axes at once: {listed}",
-        where=info(node).source or None,
-        hint="replicate the op on one of these axes",
-    )

@@ -1,4 +1,4 @@
-"""Which rule an op has. Families register functions ``(node) -> Rule``; an op without one is replicated."""
+"""Which rule an op has. Families register functions ``(node) -> Rule``; others are replicated."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def unregister(*targets: object) -> None:
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The rule of a ``call_function`` node, or None when its op has none (it is then replicated)."""
+    """The rule of a ``call_function`` node, or None when its op has none."""
     function = _find(node.target)
     return None if function is None else function(node)
 

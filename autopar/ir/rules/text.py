@@ -1,12 +1,12 @@
 """Dims written as text, like einsum: ``b.. s (h d)``.
 
-============  =====================================================================================
-``k``         a dim that is the factor ``k``
-``b..``       any number of dims, aligned from the right and broadcast where one has size 1
-``(h d)``     one dim that is the product of factors, outermost first
-``!k``        ``k`` may not be split (anywhere in the rule)
-``_``         a dim of any size that stays whole
-============  =====================================================================================
+==============  ==================================================================================
+``k``           a dim that is the factor ``k``
+``b..``         any number of dims, aligned from the right and broadcast where one has size 1
+``(h d)``       one dim that is the product of factors, outermost first
+``!k``          ``k`` may not be split (anywhere in the rule)
+``_``, ``_..``  a dim, or any number of them, that stays whole
+==============  ==================================================================================
 
 A dim of size 1 whose factor is larger elsewhere is broadcast: it carries no factor.
 """
@@ -18,6 +18,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import sympy
+
 from autopar.ir.errors import InputError
 from autopar.ir.graph import Size, TensorInfo
 from autopar.ir.rules.core import Dim, Option, Rule, TensorDims
@@ -25,7 +27,7 @@ from autopar.ir.rules.core import Dim, Option, Rule, TensorDims
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One dim of a text; with ``repeated``, any number of dims. No factors: a dim that stays whole."""
+    """One dim of a text; with ``repeated``, any number of dims; without factors, a whole dim."""
 
     factors: tuple[str, ...]
     repeated: bool = False
@@ -59,8 +61,8 @@ def parse_dims(text: str) -> Terms:
 
 
 def _term(token: str, text: str) -> Term:
-    if token == "_":
-        return Term(())
+    if token in ("_", "_.."):
+        return Term((), token != "_")
     repeated = token.endswith("..")
     inner = token[1:-1].split() if token.startswith("(") else [token.removesuffix("..")]
     matches = [_FACTOR.fullmatch(part) for part in inner]
@@ -91,22 +93,16 @@ class SizeTable:
         table = cls()
         products: list[tuple[Dim, Size]] = []
         for terms, shape in pairs:
-            for term in terms:
-                if not term.repeated:
-                    table.unsplittable |= term.unsplittable
-            for dim, size in zip(_unroll(terms, len(shape)), shape, strict=True):
+            dims = _unroll(terms, len(shape))
+            marked = frozenset[str]().union(*(term.unsplittable for term in terms))
+            for dim, size in zip(dims, shape, strict=True):
+                table.unsplittable |= {
+                    factor for factor in dim.factors if factor.partition("..")[0] in marked
+                }
                 if len(dim.factors) == 1:
                     table._learn(dim.factors[0], size)
                 elif dim.factors:
                     products.append((dim, size))
-            if any(term.repeated and term.unsplittable for term in terms):
-                repeated = next(term.factors[0] for term in terms if term.repeated)
-                table.unsplittable |= {
-                    factor
-                    for dim in _unroll(terms, len(shape))
-                    for factor in dim.factors
-                    if factor.startswith(repeated + "..")
-                }
         for dim, size in products:
             table._learn_product(dim, size)
         return table
@@ -126,11 +122,8 @@ class SizeTable:
         if len(unknown) > 1:
             raise InputError(f"the sizes of {', '.join(unknown)} cannot be told from their product")
         if unknown:
-            quotient = whole_size(size / known) if not isinstance(size, int) else None
-            if isinstance(size, int):
-                assert isinstance(known, int)
-                quotient = size // known if size % known == 0 else None
-            if quotient is None:
+            quotient = whole_size(sympy.cancel(size / sympy.sympify(known)))
+            if isinstance(size, int) and not isinstance(quotient, int):
                 raise InputError(
                     f"dim ({' '.join(dim.factors)}) has size {size}, no multiple of {known}"
                 )
@@ -150,14 +143,16 @@ def match_dims(terms: Terms, shape: Sequence[Size], table: SizeTable) -> TensorD
 
 @functools.lru_cache(maxsize=4096)
 def _unroll(terms: Terms, num_dims: int) -> TensorDims:
-    """One dim for each dim of a tensor; the dims of ``b..`` are ``b..1 b..0``, numbered from the right."""
+    """One ``Dim`` for each dim of a tensor; ``b..`` is ``b..1 b..0``, numbered from the right."""
     repeats = num_dims - sum(not term.repeated for term in terms)
     if repeats < 0 or (repeats > 0 and not any(term.repeated for term in terms)):
         written = " ".join("(" + " ".join(term.factors) + ")" for term in terms)
         raise InputError(f"a tensor of {num_dims} dims does not fit the dims {written or '(none)'}")
     dims: list[Dim] = []
     for term in terms:
-        if term.repeated:
+        if term.repeated and not term.factors:
+            dims.extend([Dim()] * repeats)
+        elif term.repeated:
             dims.extend(Dim((f"{term.factors[0]}..{index}",)) for index in reversed(range(repeats)))
         else:
             dims.append(Dim(term.factors))
@@ -198,21 +193,12 @@ def parse_rule(
     left, arrow, right = text.partition("->")
     if not arrow:
         raise InputError(f"the rule {text!r} has no '->'")
-    sides: list[list[tuple[Terms, TensorInfo]]] = []
-    for side, tensors, what in ((left, operands, "operands"), (right, results, "results")):
-        texts = side.split(",") if tensors or side.strip() else []
-        if len(texts) != len(tensors):
-            raise InputError(f"the rule {text!r} has {len(texts)} {what}, the op {len(tensors)}")
-        sides.append(
-            [(parse_dims(part), tensor) for part, tensor in zip(texts, tensors, strict=True)]
-        )
-    table = SizeTable.of((terms, tensor.shape) for side in sides for terms, tensor in side)
-    dims = [
-        tuple(match_dims(terms, tensor.shape, table) for terms, tensor in side) for side in sides
-    ]
+    pairs = (*_sided(text, left, operands, "operands"), *_sided(text, right, results, "results"))
+    table = SizeTable.of(pairs)
+    dims = tuple(match_dims(terms, shape, table) for terms, shape in pairs)
     return Rule(
-        operands=dims[0],
-        results=dims[1],
+        operands=dims[: len(operands)],
+        results=dims[len(operands) :],
         sizes=table.sizes,
         unsplittable=frozenset(table.unsplittable),
         linear=tuple(map(frozenset, linear)),
@@ -220,3 +206,13 @@ def parse_rule(
         helpers=helpers or {},
         extra=tuple(extra),
     )
+
+
+def _sided(
+    text: str, side: str, tensors: Sequence[TensorInfo], what: str
+) -> list[tuple[Terms, tuple[Size, ...]]]:
+    """The dims of one side of a rule, each with the shape that it describes."""
+    texts = side.split(",") if tensors or side.strip() else []
+    if len(texts) != len(tensors):
+        raise InputError(f"the rule {text!r} has {len(texts)} {what}, the op has {len(tensors)}")
+    return [(parse_dims(part), tensor.shape) for part, tensor in zip(texts, tensors, strict=True)]

@@ -1,0 +1,124 @@
+"""Pointwise ops: every operand is broadcast to the result, dims aligned from the right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from autopar.ir.rules.call import Call
+from autopar.ir.rules.core import Rule
+from autopar.ir.rules.registry import register
+
+_aten = torch.ops.aten
+
+Linear = tuple[tuple[str, ...], ...]
+"""Sets of argument names in which an op is jointly linear."""
+
+_NONLINEAR = """
+    abs acos acosh asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil
+    celu clamp clamp_max clamp_min clip cos cosh elu eq erf erfc erfinv exp exp2 expm1 floor
+    floor_divide fmod ge gelu gt hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu
+    lgamma log log10 log1p log2 log_sigmoid logaddexp logical_and logical_not logical_or logical_xor
+    logit lt maximum minimum mish ne pow reciprocal relu relu6 remainder round rsqrt selu sgn
+    sigmoid sign silu sin sinh softplus sqrt square tan tanh threshold trunc
+    __and__ __or__ __xor__ ones_like full_like empty_like
+"""
+
+_LINEAR: dict[str, Linear] = {
+    "add": (("self", "other"),),
+    "sub": (("self", "other"),),
+    "subtract": (("self", "other"),),
+    "rsub": (("self", "other"),),
+    "lerp": (("self", "end"),),
+    "mul": (("self",), ("other",)),
+    "multiply": (("self",), ("other",)),
+    "div": (("self",),),
+    "divide": (("self",),),
+    "true_divide": (("self",),),
+    "addcmul": (("self", "tensor1"), ("self", "tensor2")),
+    "addcdiv": (("self", "tensor1"),),
+    "neg": (("self",),),
+    "negative": (("self",),),
+    "clone": (("self",),),
+    "contiguous": (("self",),),
+    "alias": (("self",),),
+    "detach": (("self",),),
+    "lift_fresh_copy": (("self",),),
+    "zeros_like": (("self",),),
+    "positive": (("self",),),
+}
+"""Ops that are linear in sets of operands, provided that the constants beside them allow it."""
+
+
+def pointwise_rule(node: fx.Node, linear: Linear = (), helper: str | None = None) -> Rule:
+    """The rule of a broadcasting op. ``helper`` is the local form that a split of any dim needs."""
+    call = Call(node)
+    names = call.tensor_names
+    rule = call.text_rule(dict.fromkeys(names, "d.."), ["d.."] * len(call.results), linear=linear)
+    return rule if helper is None else replace(rule, helpers=dict.fromkeys(rule.sizes, helper))
+
+
+@register(*(getattr(_aten, name) for name in _NONLINEAR.split()))
+def _nonlinear(node: fx.Node) -> Rule:
+    return pointwise_rule(node)
+
+
+@register(*(getattr(_aten, name) for name in _LINEAR))
+def _linear(node: fx.Node) -> Rule:
+    call = Call(node)
+    assert isinstance(node.target, torch._ops.OpOverload)
+    linear = _LINEAR[node.target.overloadpacket.__name__]
+    if call.argument_or("rounding_mode", None) is not None:
+        linear = ()
+    # x + c is affine, not linear: what is added has to be a tensor that is P as well.
+    joint = [names for names in linear if len(names) > 1]
+    if any(call.tensor(name) is None for names in joint for name in names):
+        linear = ()
+    return pointwise_rule(node, linear)
+
+
+@register(_aten.to, _aten._to_copy, _aten.type_as)
+def _cast(node: fx.Node) -> Rule:
+    """Casts to floats are linear; ``type_as`` reads nothing but the dtype of its other operand."""
+    call = Call(node)
+    (result,) = call.results
+    source = call.tensor("self")
+    assert source is not None
+    linear = result.dtype.is_floating_point or result.dtype == source.dtype
+    if call.tensor("other") is not None:
+        return call.text_rule({"self": "d..", "other": "_.."}, ["d.."], linear=[("self",)] * linear)
+    return pointwise_rule(node, (("self",),) if linear else ())
+
+
+@register(_aten.where)
+def _where(node: fx.Node) -> Rule | None:
+    call = Call(node)
+    if call.tensor("self") is None and call.tensor("other") is None and not call.results[0].shape:
+        return None
+    if node.target is _aten.where.default:  # indices of what is true: a shape that depends on data
+        return None
+    branches = [name for name in ("self", "other") if call.tensor(name) is not None]
+    constants = [call.argument_or(name, 0) for name in ("self", "other") if name not in branches]
+    linear: Linear = () if any(value != 0 for value in constants) else (tuple(branches),)
+    return pointwise_rule(node, linear if branches else ())
+
+
+@register(_aten.masked_fill)
+def _masked_fill(node: fx.Node) -> Rule:
+    call = Call(node)
+    if call.tensor("value") is not None:
+        return pointwise_rule(node, (("self", "value"),))
+    return pointwise_rule(node, (("self",),) if call.argument("value") == 0 else ())
+
+
+@register(_aten.tril, _aten.triu)
+def _triangle(node: fx.Node) -> Rule:
+    return Call(node).text_rule({"self": "b.. _ _"}, ["b.. _ _"], linear=[("self",)])
+
+
+@register(_aten.dropout.default)
+def _dropout(node: fx.Node) -> Rule:
+    train = Call(node).argument("train")
+    return pointwise_rule(node, (("input",),), helper="dropout" if train else None)

@@ -1,0 +1,349 @@
+"""The type checker: a layout under which every node has a valid typing has correct gradients.
+
+Between nodes anything goes, because every change of state is a move that the passes insert. What is
+checked is each node by itself, each placement by itself, and that blocks agree at their boundary.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autopar.ir.errors import PlacementError
+from autopar.ir.graph import (
+    BlockKind,
+    ModelGraph,
+    NodeInfo,
+    Role,
+    TensorInfo,
+    ValueId,
+    activation,
+    info,
+)
+from autopar.ir.layout import KindLayout, Layout, NodeTyping, operands_of
+from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES
+from autopar.ir.moves import move
+from autopar.ir.placement import Placement, State, StateKind, shard_sizes
+from autopar.ir.rules.core import (
+    BlockPatterns,
+    Option,
+    Rule,
+    block_patterns,
+    normal_state,
+    options_of,
+)
+from autopar.ir.rules.local import require_compatible
+from autopar.ir.rules.registry import rule_or_replicated
+
+_RANDOM = (torch.ops.aten.dropout.default, torch.ops.aten.scaled_dot_product_attention.default)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindRules:
+    """Rules of the ops of a kind by node name, and the block structures that they know of."""
+
+    rules: Mapping[str, Rule]
+    patterns: BlockPatterns
+
+
+def kind_rules(kind: BlockKind) -> KindRules:
+    """The rules of all ``call_function`` nodes of ``kind`` but ``getitem`` and moves.
+
+    They depend neither on axes nor on the batch: compute them once and hand them to
+    ``kind_options``.
+    """
+    rules = {node.name: rule_or_replicated(node) for node in kind.graph.nodes if is_op(node)}
+    return KindRules(rules=rules, patterns=block_patterns(tuple(rules.values())))
+
+
+def is_op(node: fx.Node) -> bool:
+    """True for nodes that choose an option: all calls but ``getitem`` and moves."""
+    return node.op == "call_function" and node.target not in (operator.getitem, move)
+
+
+def kind_options(
+    kind: BlockKind, *, axis: str, axis_size: int, batch: int, rules: KindRules | None = None
+) -> dict[str, tuple[Option, ...]]:
+    """All valid options on one axis of all ops of a kind, by node name.
+
+    Args:
+        kind: The kind of block.
+        axis: Name of the axis. Ranks of the data axis draw their own random numbers, so that random
+            ops have to be sharded there.
+        axis_size: Ranks on the axis.
+        batch: Sequences per rank of the axes further out than ``axis``.
+        rules: ``kind_rules(kind)``, if it is at hand.
+    """
+    rules = rules or kind_rules(kind)
+    found: dict[str, tuple[Option, ...]] = {}
+    for node in kind.graph.nodes:
+        if not is_op(node):
+            continue
+        options = options_of(
+            rules.rules[node.name],
+            tuple(info(operand).tensor for operand in operands_of(node)),
+            info(node).tensors,
+            axis_size=axis_size,
+            batch=batch,
+            patterns=rules.patterns,
+        )
+        if axis == DATA_AXIS and axis_size > 1 and _is_random(node):
+            options = tuple(option for option in options if option.results[0].is_sharded)
+        found[node.name] = options
+    return found
+
+
+def _is_random(node: fx.Node) -> bool:
+    """True for ops that draw random numbers: dropout in training."""
+    if node.target not in _RANDOM:
+        return False
+    dropout, attention = _RANDOM
+    args = dict(enumerate(node.args))
+    if node.target == dropout:
+        return bool(args.get(2, node.kwargs.get("train")))
+    return bool(args.get(4, node.kwargs.get("dropout_p", 0.0)))
+
+
+def option_for(
+    options: Sequence[Option], node: fx.Node, typing: NodeTyping, axis_index: int
+) -> Option | None:
+    """The option whose states are those of ``typing`` on one axis; None when there is none.
+
+    ``I`` and ``R`` are the same for tensors without gradient.
+    """
+    operands = tuple(
+        normal_state(placement[axis_index], info(operand).tensor)
+        for placement, operand in zip(typing.operands, operands_of(node), strict=True)
+    )
+    results = tuple(
+        normal_state(placement[axis_index], tensor)
+        for placement, tensor in zip(typing.results, info(node).tensors, strict=True)
+    )
+    for option in options:
+        if option.operands == operands and option.results == results:
+            return option
+    return None
+
+
+def outer_batch(batch: int, degrees: Mapping[str, int], axis: str) -> int:
+    """Sequences per rank of the axes further out than ``axis``, if they share the batch evenly."""
+    for outer in LAYOUT_AXES[: LAYOUT_AXES.index(axis)]:
+        if batch % degrees[outer] == 0:
+            batch //= degrees[outer]
+    return batch
+
+
+def chosen_options(
+    kind: BlockKind, layout: KindLayout, *, degrees: Mapping[str, int], batch: int
+) -> dict[str, dict[str, Option]]:
+    """The option of every op of ``kind`` on every axis: node name → axis → option.
+
+    Args:
+        kind: The kind of block; moves may have been inserted.
+        layout: Typing of all its nodes.
+        degrees: Ranks of each of ``LAYOUT_AXES``.
+        batch: Sequences of the micro-batch over all data ranks.
+
+    Raises:
+        PlacementError: Some node is not well-typed; the message names the op, its source line, the
+            axis, the states and the options that it has.
+    """
+    rules = kind_rules(kind)
+    found: dict[str, dict[str, Option]] = {name: {} for name in rules.rules}
+    for node in kind.graph.nodes:
+        if node.op != "get_attr":
+            _check_typing(node, layout, degrees, batch)
+    for index, axis in enumerate(LAYOUT_AXES):
+        options = kind_options(
+            kind,
+            axis=axis,
+            axis_size=degrees[axis],
+            batch=outer_batch(batch, degrees, axis),
+            rules=rules,
+        )
+        for node in kind.graph.nodes:
+            if not is_op(node):
+                continue
+            option = option_for(options[node.name], node, layout[node.name], index)
+            if option is None:
+                raise _no_option(node, layout[node.name], index, options[node.name])
+            found[node.name][axis] = option
+    for node in kind.graph.nodes:
+        if is_op(node):
+            require_compatible(node, found[node.name])
+    return found
+
+
+def check_kind(
+    kind: BlockKind, layout: KindLayout, *, degrees: Mapping[str, int], batch: int
+) -> None:
+    """Raise ``PlacementError`` unless all nodes of ``kind`` are well-typed; see ``chosen_options``."""
+    chosen_options(kind, layout, degrees=degrees, batch=batch)
+    roles = dict(zip(kind.placeholders, kind.roles, strict=True))
+    for node in kind.graph.nodes:
+        typing = layout.get(node.name)
+        if typing is None:
+            continue
+        if node.op == "placeholder" and roles[node] is not Role.ACTIVATION:
+            for axis, state in zip(LAYOUT_AXES, typing.results[0], strict=True):
+                if state.kind is StateKind.PARTIAL and degrees[axis] > 1:
+                    raise _error(
+                        node,
+                        f"is P on axis {axis}, but a {roles[node].value} is no sum over ranks",
+                        hint="make it I, R or sharded",
+                    )
+        elif node.target is operator.getitem:
+            _check_element(node, layout)
+        elif node.target is move:
+            _check_move(node, typing)
+
+
+def check_model(
+    model: ModelGraph, layout: Layout, *, degrees: Mapping[str, int], batch: int
+) -> None:
+    """Raise ``PlacementError`` unless a whole model is well-typed.
+
+    Beside every kind by itself: a value has one placement wherever blocks hand it on, and the loss
+    is ``I`` or ``P`` on every axis, because ``R`` seeded with 1 is too large by the number of ranks.
+    """
+    for name, kind in model.kinds.items():
+        if name not in layout:
+            raise PlacementError(f"the layout has no kind of block {name}")
+        check_kind(kind, layout[name], degrees=degrees, batch=batch)
+    given = _boundary(model, layout)
+    for block in model.blocks:
+        kind = model.kind_of(block)
+        for node, value in zip(kind.placeholders, block.bindings, strict=True):
+            if value.role is not Role.ACTIVATION:
+                continue
+            tensor = info(node).tensor
+            taken = layout[block.kind][node.name].results[0]
+            if _normal(taken, tensor) != _normal(given[value], tensor):
+                producer = model.blocks[model.producer(value)[0]]
+                raise _error(
+                    node,
+                    f"is taken as {_text(taken)} by block {block.path or block.index}, but block "
+                    f"{producer.path or producer.index} gives it as {_text(given[value])}",
+                    hint="a value has one placement where blocks hand it on",
+                )
+    for axis, state in zip(LAYOUT_AXES, given[model.loss], strict=True):
+        if degrees[axis] > 1 and state.kind not in (StateKind.INVARIANT, StateKind.PARTIAL):
+            raise PlacementError(
+                f"the loss is {state} on axis {axis}",
+                hint="let the last block demand it as I or P: its gradient is seeded with 1",
+            )
+
+
+def _boundary(model: ModelGraph, layout: Layout) -> dict[ValueId, Placement]:
+    """The placement in which every block gives its results."""
+    found: dict[ValueId, Placement] = {}
+    for block in model.blocks:
+        output = model.kind_of(block).graph.output_node()
+        for index, placement in enumerate(layout[block.kind][output.name].operands):
+            found[activation(block.index, index)] = placement
+    return found
+
+
+def _check_typing(
+    node: fx.Node, layout: KindLayout, degrees: Mapping[str, int], batch: int
+) -> None:
+    """A node has one placement for each tensor, and each of them divides."""
+    typing = layout.get(node.name)
+    if typing is None:
+        raise _error(node, "has no typing")
+    operands = [info(operand).tensor for operand in operands_of(node)]
+    results = () if node.op == "output" else info(node).tensors
+    for what, placements, tensors in (
+        ("operands", typing.operands, operands),
+        ("results", typing.results, results),
+    ):
+        if len(placements) != len(tensors):
+            raise _error(
+                node, f"has {len(tensors)} {what}, but {len(placements)} placements for them"
+            )
+        for placement, tensor in zip(placements, tensors, strict=True):
+            reason = placement_error(placement, tensor, degrees=degrees, batch=batch)
+            if reason:
+                raise _error(node, f"cannot be placed as {_text(placement)}: {reason}")
+
+
+def placement_error(
+    placement: Placement, tensor: TensorInfo, *, degrees: Mapping[str, int], batch: int
+) -> str | None:
+    """Why ``tensor`` cannot have ``placement``; None when it can.
+
+    Axes that share a dim divide it one after the other, the outermost first, so that an inner one
+    knows nothing of blocks.
+    """
+    if len(placement) != len(LAYOUT_AXES):
+        return f"there are {len(LAYOUT_AXES)} axes"
+    sharded: dict[int, int] = {}
+    for axis, state in zip(LAYOUT_AXES, placement, strict=True):
+        if not state.is_sharded or degrees[axis] == 1:
+            continue
+        if state.dim >= len(tensor.shape):
+            return f"it has {len(tensor.shape)} dims"
+        if state.dim in sharded and state.blocks != (1,):
+            return f"axis {axis} cannot shard the blocks of a dim that an outer axis shards too"
+        size = sharded.get(state.dim)
+        size = tensor.shape_at(batch)[state.dim] if size is None else size
+        shares = shard_sizes(size, state.blocks, degrees[axis])
+        if shares is None:
+            return f"{size} does not divide into {state} over {degrees[axis]} ranks of {axis}"
+        sharded[state.dim] = sum(shares)
+    return None
+
+
+def _check_element(node: fx.Node, layout: KindLayout) -> None:
+    source, index = node.args
+    assert isinstance(source, fx.Node)
+    assert isinstance(index, int)
+    tensor = info(node).tensor
+    element, own = layout[source.name].results[index], layout[node.name].results[0]
+    if _normal(element, tensor) != _normal(own, tensor):
+        raise _error(node, f"is {_text(own)}, but the element that it reads is {_text(element)}")
+
+
+def _check_move(node: fx.Node, typing: NodeTyping) -> None:
+    """A move changes the state on its axis, as its arguments say, and on no other."""
+    tensor = info(node).tensor
+    before, after = _normal(typing.operands[0], tensor), _normal(typing.results[0], tensor)
+    changed = [
+        axis
+        for axis, *states in zip(LAYOUT_AXES, before, after, strict=True)
+        if len(set(states)) > 1
+    ]
+    if len(changed) > 1:
+        raise _error(node, f"moves on several axes at once: {_text(before)} → {_text(after)}")
+
+
+def _normal(placement: Placement, tensor: TensorInfo) -> tuple[State, ...]:
+    return tuple(normal_state(state, tensor) for state in placement)
+
+
+def _no_option(
+    node: fx.Node, typing: NodeTyping, axis_index: int, options: Sequence[Option]
+) -> PlacementError:
+    operands = ", ".join(str(placement[axis_index]) for placement in typing.operands)
+    results = ", ".join(str(placement[axis_index]) for placement in typing.results)
+    return _error(
+        node,
+        f"is typed {operands} -> {results} on axis {LAYOUT_AXES[axis_index]}, which is none of its "
+        "options",
+        hint="one of: " + "; ".join(map(str, options)),
+    )
+
+
+def _error(node: fx.Node, what: str, hint: str | None = None) -> PlacementError:
+    facts = node.meta.get("autopar")
+    source = facts.source if isinstance(facts, NodeInfo) else ""
+    name = f"{node.name} ({node.target})" if node.op == "call_function" else node.name
+    return PlacementError(f"{name} {what}", where=source or None, hint=hint)
+
+
+def _text(placement: Placement) -> str:
+    return "(" + ", ".join(map(str, placement)) + ")"
