@@ -93,7 +93,7 @@ def partial_mean(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """This rank's term of the mean of a tensor whose reduced dims are sharded over ``axes``."""
-    mean = tensor.mean(dim, keepdim, dtype=dtype)
+    mean = tensor.mean(None if dim is None else tuple(dim), keepdim, dtype=dtype)
     return mean / math.prod(axis.size for axis in axes)
 
 

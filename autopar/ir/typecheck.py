@@ -39,8 +39,6 @@ from autopar.ir.rules.core import (
 from autopar.ir.rules.local import require_compatible
 from autopar.ir.rules.registry import rule_or_replicated
 
-_RANDOM = (torch.ops.aten.dropout.default, torch.ops.aten.scaled_dot_product_attention.default)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindRules:
@@ -99,13 +97,13 @@ def kind_options(
 
 def _is_random(node: fx.Node) -> bool:
     """True for ops that draw random numbers: dropout in training."""
-    if node.target not in _RANDOM:
-        return False
-    dropout, attention = _RANDOM
+    aten = torch.ops.aten
     args = dict(enumerate(node.args))
-    if node.target == dropout:
+    if node.target is aten.dropout.default:
         return bool(args.get(2, node.kwargs.get("train")))
-    return bool(args.get(4, node.kwargs.get("dropout_p", 0.0)))
+    if node.target is aten.scaled_dot_product_attention.default:
+        return bool(args.get(4, node.kwargs.get("dropout_p", 0.0)))
+    return False
 
 
 def option_for(
@@ -181,7 +179,7 @@ def chosen_options(
 def check_kind(
     kind: BlockKind, layout: KindLayout, *, degrees: Mapping[str, int], batch: int
 ) -> None:
-    """Raise ``PlacementError`` unless all nodes of ``kind`` are well-typed; see ``chosen_options``."""
+    """Raise ``PlacementError`` unless all nodes of ``kind`` are well-typed (``chosen_options``)."""
     chosen_options(kind, layout, degrees=degrees, batch=batch)
     roles = dict(zip(kind.placeholders, kind.roles, strict=True))
     for node in kind.graph.nodes:
@@ -208,7 +206,8 @@ def check_model(
     """Raise ``PlacementError`` unless a whole model is well-typed.
 
     Beside every kind by itself: a value has one placement wherever blocks hand it on, and the loss
-    is ``I`` or ``P`` on every axis, because ``R`` seeded with 1 is too large by the number of ranks.
+    is ``I`` or ``P`` on every axis, because ``R`` seeded with 1 is too large by the number of
+    ranks.
     """
     for name, kind in model.kinds.items():
         if name not in layout:
@@ -309,15 +308,10 @@ def _check_element(node: fx.Node, layout: KindLayout) -> None:
 
 
 def _check_move(node: fx.Node, typing: NodeTyping) -> None:
-    """A move changes the state on its axis, as its arguments say, and on no other."""
+    """A move changes the state on one axis."""
     tensor = info(node).tensor
     before, after = _normal(typing.operands[0], tensor), _normal(typing.results[0], tensor)
-    changed = [
-        axis
-        for axis, *states in zip(LAYOUT_AXES, before, after, strict=True)
-        if len(set(states)) > 1
-    ]
-    if len(changed) > 1:
+    if sum(one != other for one, other in zip(before, after, strict=True)) > 1:
         raise _error(node, f"moves on several axes at once: {_text(before)} → {_text(after)}")
 
 

@@ -38,7 +38,7 @@ def _index(node: fx.Node) -> Rule | None:
     return Rule(
         operands=(dims, *(match_dims(terms, index.shape, table) for index in indices)),
         results=(result,),
-        sizes={**sizes, **table.sizes},  # type: ignore[dict-item]
+        sizes={**sizes, **table.sizes},
         linear=(frozenset({0}),),
     )
 
