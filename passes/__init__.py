@@ -1,1 +1,6 @@
-"""Passes rewrite a typed graph: each one verb, one file, one frozen dataclass."""
+"""Passes rewrite a captured graph under a layout into the program that each rank runs."""
+
+from autopar.passes.pipeline import lower, lower_plan
+from autopar.passes.plan_moves import plan_moves
+
+__all__ = ["lower", "lower_plan", "plan_moves"]

@@ -118,7 +118,7 @@ def _build_module(
     results: Sequence[ValueId],
 ) -> fx.GraphModule:
     graph = fx.Graph()
-    nodes = {value: graph.placeholder(_placeholder_name(value)) for value in arguments}
+    nodes = {value: _placeholder(graph, value) for value in arguments}
     read = {value for block in blocks for value in block.bindings} | set(results)
     for block in blocks:
         bound = tuple(nodes[value] for value in block.bindings)
@@ -132,5 +132,8 @@ def _build_module(
     return fx.GraphModule(used, graph, class_name=f"Segment{index}")
 
 
-def _placeholder_name(value: ValueId) -> str:
-    return f"{value.role.value}_{value.name}"
+def _placeholder(graph: fx.Graph, value: ValueId) -> fx.Node:
+    """A placeholder named after ``value``, as far as that is an identifier of its own."""
+    node = graph.placeholder(f"{value.role.value}_{value.name}")
+    node.target = node.name  # the graph made the name legal and unique
+    return node

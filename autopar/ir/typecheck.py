@@ -22,12 +22,15 @@ from autopar.ir.graph import (
     TensorInfo,
     ValueId,
     activation,
+    evaluate,
     info,
 )
 from autopar.ir.layout import KindLayout, Layout, NodeTyping, operands_of
 from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES
+from autopar.ir.move_path import is_legal_step
 from autopar.ir.moves import move
 from autopar.ir.placement import Placement, State, StateKind, shard_sizes
+from autopar.ir.program import AXIS_HANDLE
 from autopar.ir.rules.core import (
     BlockPatterns,
     Option,
@@ -172,8 +175,29 @@ def chosen_options(
             found[node.name][axis] = option
     for node in kind.graph.nodes:
         if is_op(node):
+            _check_shared_factors(node, found[node.name], rules.rules[node.name], degrees, batch)
             require_compatible(node, found[node.name])
     return found
+
+
+def _check_shared_factors(
+    node: fx.Node,
+    options: Mapping[str, Option],
+    rule: Rule,
+    degrees: Mapping[str, int],
+    batch: int,
+) -> None:
+    """Axes that split the same factor divide it together."""
+    ranks: dict[str, int] = {}
+    for axis, option in options.items():
+        if option.factor is not None:
+            ranks[option.factor] = ranks.get(option.factor, 1) * degrees[axis]
+    for factor, num_ranks in ranks.items():
+        size = evaluate(rule.sizes[factor], batch)
+        if size % num_ranks:
+            raise _error(
+                node, f"splits {factor}, of size {size}, over {num_ranks} ranks of all axes"
+            )
 
 
 def check_kind(
@@ -235,6 +259,22 @@ def check_model(
                 f"the loss is {state} on axis {axis}",
                 hint="let the last block demand it as I or P: its gradient is seeded with 1",
             )
+
+
+def check_moved(kind: BlockKind, layout: KindLayout) -> None:
+    """Raise ``PlacementError`` unless every operand is placed as its reader demands.
+
+    This is what inserting moves ensures, beyond ``check_kind``.
+    """
+    for node in kind.graph.nodes:
+        operands = operands_of(node)
+        demands = layout[node.name].operands if operands else ()
+        for operand, demanded in zip(operands, demands, strict=True):
+            given, tensor = layout[operand.name].results[0], info(operand).tensor
+            if _normal(given, tensor) != _normal(demanded, tensor):
+                raise _error(
+                    node, f"demands {operand.name} as {_text(demanded)}, which is {_text(given)}"
+                )
 
 
 def _boundary(model: ModelGraph, layout: Layout) -> dict[ValueId, Placement]:
@@ -308,11 +348,27 @@ def _check_element(node: fx.Node, layout: KindLayout) -> None:
 
 
 def _check_move(node: fx.Node, typing: NodeTyping) -> None:
-    """A move changes the state on one axis."""
+    """A move changes the state on one axis as its arguments say, and no axis further in shards a
+    dim that it changes.
+    """
     tensor = info(node).tensor
     before, after = _normal(typing.operands[0], tensor), _normal(typing.results[0], tensor)
-    if sum(one != other for one, other in zip(before, after, strict=True)) > 1:
+    changed = [index for index, state in enumerate(before) if state != after[index]]
+    if len(changed) > 1:
         raise _error(node, f"moves on several axes at once: {_text(before)} → {_text(after)}")
+    for index in changed:
+        _, handle, *states = node.args
+        assert isinstance(handle, fx.Node)
+        written = (handle.target, *states)
+        if written != (
+            AXIS_HANDLE.format(LAYOUT_AXES[index]),
+            *map(str, (before[index], after[index])),
+        ):
+            raise _error(node, f"is typed {_text(before)} → {_text(after)}, but moves {written}")
+        if not is_legal_step(before, index, after[index]):
+            raise _error(
+                node, f"moves {_text(before)} → {_text(after)}, which is not the innermost sharding"
+            )
 
 
 def _normal(placement: Placement, tensor: TensorInfo) -> tuple[State, ...]:

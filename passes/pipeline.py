@@ -1,0 +1,118 @@
+"""Lower a model under a layout to the program that its ranks run: the order of the passes stands here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from autopar.ir.graph import ModelGraph, Role
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import LAYOUT_AXES, Mesh
+from autopar.ir.plan import Plan
+from autopar.ir.program import AXIS_HANDLE, Program
+from autopar.ir.typecheck import check_kind, check_model, check_moved
+from autopar.passes.base import Pass, TypedKind
+from autopar.passes.idle_axes import settle_idle_axes
+from autopar.passes.insert_moves import InsertMoves
+from autopar.passes.localize import localize
+from autopar.passes.remove_dead_code import RemoveDeadCode
+from autopar.passes.segments import Cut, build_segments
+from autopar.passes.values import local_values
+
+
+def kind_passes(mesh: Mesh) -> tuple[Pass, ...]:
+    """The rewrites of a typed kind, in order."""
+    return (
+        RemoveDeadCode(),  # first: what nobody reads needs no moves
+        InsertMoves(mesh=mesh),
+    )
+
+
+def lower_plan(model: ModelGraph, plan: Plan) -> Program:
+    """The program of ``plan``; see ``lower``."""
+    return lower(
+        model,
+        plan.typed_layout(),
+        mesh=plan.device_mesh(),
+        micro_batch_size=plan.batch.micro_batch_size,
+        segments=plan.segments,
+    )
+
+
+def lower(
+    model: ModelGraph,
+    layout: Layout,
+    *,
+    mesh: Mesh,
+    micro_batch_size: int,
+    segments: Sequence[Cut],
+) -> Program:
+    """The program that the ranks of ``mesh`` run, one graph for each kind of block.
+
+    Args:
+        layout: A typing of every node of every kind: each node's own is well-typed; between nodes moves are inserted.
+        micro_batch_size: Sequences per data rank.
+        segments: Runs of blocks with their stages, in order.
+
+    Raises:
+        PlacementError: The layout does not type-check, or a dim does not divide.
+        InputError: The segments are not runs that cover the model.
+    """
+    batch = micro_batch_size * mesh.dp
+    typed = place(model, layout, mesh=mesh, batch=batch)
+    values = local_values(model, typed, mesh=mesh, batch=batch)
+    kinds = {
+        name: _module(localize(kind, mesh=mesh, batch=batch).graph, name)
+        for name, kind in typed.items()
+    }
+    return Program(
+        kinds=kinds,
+        segments=build_segments(model, segments, kinds),
+        values=values,
+        parameters={
+            value.name: local for value, local in values.items() if value.role is Role.PARAMETER
+        },
+    )
+
+
+def place(model: ModelGraph, layout: Layout, *, mesh: Mesh, batch: int) -> dict[str, TypedKind]:
+    """The kinds of ``model`` with the moves that ``layout`` needs; each is rewritten once.
+
+    Args:
+        batch: Sequences in the global micro-batch.
+
+    Raises:
+        PlacementError: The layout does not type-check.
+    """
+    degrees = {axis: mesh.size(axis) for axis in LAYOUT_AXES}
+    settled = settle_idle_axes(layout, mesh)
+    check_model(model, settled, degrees=degrees, batch=batch)
+    placed: dict[str, TypedKind] = {}
+    for name, kind in model.kinds.items():
+        typed = TypedKind(kind=kind, layout=settled[name])
+        placed[name] = run_passes(typed, kind_passes(mesh), degrees=degrees, batch=batch)
+        check_moved(placed[name].kind, placed[name].layout)
+    return placed
+
+
+def run_passes(
+    typed: TypedKind, passes: Sequence[Pass], *, degrees: Mapping[str, int], batch: int
+) -> TypedKind:
+    """All ``passes`` on one kind, type-checked after each that changed something.
+
+    Raises:
+        PlacementError: The kind does not type-check any more: a pass is wrong.
+    """
+    for rewrite in passes:
+        rewritten = rewrite(typed)
+        if rewritten is not typed:
+            check_kind(rewritten.kind, rewritten.layout, degrees=degrees, batch=batch)
+        typed = rewritten
+    return typed
+
+
+def _module(graph: fx.Graph, name: str) -> fx.GraphModule:
+    """A graph module without the groups of its axes, which are bound on each rank."""
+    handles = {AXIS_HANDLE.format(axis): None for axis in LAYOUT_AXES}
+    return fx.GraphModule(handles, graph, class_name=name)

@@ -1,0 +1,190 @@
+"""Well-typed layouts without a solver: chosen node by node, axis by axis, for tests.
+
+``choose_layout`` takes pinned states of the values between blocks and lets a ``choose`` function pick an option for each
+op: the cheapest one in order (``cheapest``), which turns pinned parameters into Megatron's layouts, or any one
+(``anything``), for random tests.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import fx
+
+from autopar.ir.errors import PlacementError
+from autopar.ir.graph import BlockKind, ModelGraph, Role, TensorInfo, ValueId, activation, info
+from autopar.ir.layout import KindLayout, Layout, NodeTyping, operands_of
+from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, Mesh
+from autopar.ir.moves import Collective, backward_of, collective_of
+from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATED, Placement, State, sharded
+from autopar.ir.rules.core import Option
+from autopar.ir.rules.local import require_compatible
+from autopar.ir.typecheck import kind_options, outer_batch, placement_error
+
+Pin = Callable[[ValueId, TensorInfo, str], State]
+"""State of a value between blocks on an axis."""
+
+Choose = Callable[[fx.Node, Sequence[Option], Sequence[State]], Option]
+"""Picks one of the options of a node whose operands are in the given states."""
+
+
+def choose_layout(model: ModelGraph, mesh: Mesh, *, batch: int, pin: Pin, choose: Choose) -> Layout:
+    """A layout in which every op has an option that ``choose`` picked among those that divide."""
+    return {
+        kind.name: _choose_kind(model, kind, mesh, batch, pin, choose)
+        for kind in model.kinds.values()
+    }
+
+
+def _choose_kind(
+    model: ModelGraph, kind: BlockKind, mesh: Mesh, batch: int, pin: Pin, choose: Choose
+) -> KindLayout:
+    block = next(block for block in model.blocks if block.kind == kind.name)
+    nodes = [node for node in kind.graph.nodes if node.op == "call_function"]
+    last = kind.graph.output_node()
+    operands: dict[fx.Node, list[Placement]] = {
+        node: [()] * len(operands_of(node)) for node in (*nodes, last)
+    }
+    results: dict[fx.Node, list[Placement]] = {
+        node: [()] * len(info(node).tensors) for node in (*kind.placeholders, *nodes)
+    }
+    chosen: dict[fx.Node, dict[str, Option]] = {node: {} for node in nodes}
+    degrees = {axis: mesh.size(axis) for axis in LAYOUT_AXES}
+    for axis in LAYOUT_AXES:
+        all_options = kind_options(
+            kind, axis=axis, axis_size=degrees[axis], batch=outer_batch(batch, degrees, axis)
+        )
+        states: dict[fx.Node, tuple[State, ...]] = {}
+        for node, value in zip(kind.placeholders, block.bindings, strict=True):
+            states[node] = (pin(value, info(node).tensor, axis),)
+        for node in nodes:
+            if node.target is operator.getitem:
+                source, index = node.args
+                assert isinstance(source, fx.Node)
+                assert isinstance(index, int)
+                states[node] = (states[source][index],)
+                continue
+
+            def fits(option: Option, node: fx.Node = node, axis: str = axis) -> bool:
+                tensors = (
+                    *(info(operand).tensor for operand in operands_of(node)),
+                    *info(node).tensors,
+                )
+                outer = (*operands[node], *results[node])
+                inner = (*option.operands, *option.results)
+                triples = zip(tensors, outer, inner, strict=True)
+                return all(
+                    can_place(tensor, (*placement, state), mesh, batch)
+                    for tensor, placement, state in triples
+                ) and _compatible(node, {**chosen[node], axis: option})
+
+            options = [option for option in all_options[node.name] if fits(option)]
+            option = choose(node, options, [states[operand][0] for operand in operands_of(node)])
+            chosen[node][axis] = option
+            states[node] = option.results
+            operands[node] = _with(operands[node], option.operands)
+        for node, found in states.items():
+            results[node] = _with(results[node], found)
+        demands = [
+            pin(activation(block.index, index), info(node).tensor, axis)
+            for index, node in enumerate(kind.outputs)
+        ]
+        operands[last] = _with(operands[last], demands)
+    results[last] = []
+    operands.update({node: [] for node in kind.placeholders})
+    return {
+        node.name: NodeTyping(operands=tuple(operands[node]), results=tuple(results[node]))
+        for node in kind.graph.nodes
+    }
+
+
+def _with(placements: Sequence[Placement], states: Sequence[State]) -> list[Placement]:
+    return [(*outer, state) for outer, state in zip(placements, states, strict=True)]
+
+
+def _compatible(node: fx.Node, options: Mapping[str, Option]) -> bool:
+    try:
+        require_compatible(node, options)
+    except PlacementError:
+        return False
+    return True
+
+
+def can_place(tensor: TensorInfo, placement: Placement, mesh: Mesh, batch: int) -> bool:
+    """Whether a tensor can have this placement on the first axes, and be whole on the others."""
+    degrees = {axis: mesh.size(axis) for axis in LAYOUT_AXES}
+    whole = (*placement, *(INVARIANT for _ in LAYOUT_AXES[len(placement) :]))
+    return placement_error(whole, tensor, degrees=degrees, batch=batch) is None
+
+
+def cheapest(node: fx.Node, options: Sequence[Option], given: Sequence[State]) -> Option:
+    """The option with least traffic of its operands, which leaves sharded parameters where they are; of these,
+    the one that computes least on each rank.
+    """
+
+    def cost(option: Option) -> float:
+        total = 0.0
+        for operand, source, target in zip(operands_of(node), given, option.operands, strict=True):
+            tensor = info(operand).tensor
+            elements = _elements(tensor)
+            weight = 100 if operand.op == "placeholder" and source.is_sharded else 1
+            total += weight * elements * _traffic(collective_of(source, target))
+            if tensor.requires_grad:
+                total += elements * _traffic(collective_of(*backward_of(source, target)))
+            total += 1e-3 * elements * (source != target)
+        for tensor, state in zip(info(node).tensors, option.results, strict=True):
+            if state == PARTIAL and option.factor is None:
+                total += 100 * _elements(tensor)  # sums are for contractions
+            if not state.is_sharded and tensor.requires_grad:
+                total += 0.3 * _elements(tensor)
+        return total
+
+    return min(options, key=cost)
+
+
+_WEIGHT = {Collective.NONE: 0.0, Collective.ALL_REDUCE: 2.0}
+
+
+def _traffic(collective: Collective) -> float:
+    return _WEIGHT.get(collective, 1.0)
+
+
+def _elements(tensor: TensorInfo) -> int:
+    product = 1
+    for size in tensor.shape_at(2):
+        product *= size
+    return product
+
+
+def megatron(model: ModelGraph, *, sequence: bool = False) -> Pin:
+    """Data parallel on ``dp``; on ``tp`` Megatron's parameters, with activations ``I`` or sharded along the sequence.
+
+    Columns first: a weight that is followed by one whose columns are split.
+    """
+    rows = ("o_proj.weight", "down_proj.weight", "c_proj.weight", "out.weight", "down.weight")
+    columns = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens")
+    columns += ("qkv", "up", "head", "tokens", "c_attn", "c_fc", "wte")
+
+    def pin(value: ValueId, tensor: TensorInfo, axis: str) -> State:
+        if value in (model.loss, model.weight):
+            return PARTIAL if axis == DATA_AXIS else INVARIANT
+        if axis == DATA_AXIS:
+            return sharded(0) if value.role in (Role.ACTIVATION, Role.INPUT) else REPLICATED
+        if value.role is Role.ACTIVATION:
+            return sharded(1) if sequence else INVARIANT
+        if value.role is not Role.PARAMETER:
+            return REPLICATED
+        if len(tensor.shape) < 2:
+            return REPLICATED if sequence else INVARIANT
+        conv1d = "c_" in value.name
+        if value.name.endswith(rows):
+            return sharded(0 if conv1d else 1)
+        if any(part in value.name.split(".") for part in columns):
+            return (
+                sharded(1, (1, 1, 1) if "c_attn" in value.name else (1,)) if conv1d else sharded(0)
+            )
+        return INVARIANT
+
+    return pin
