@@ -16,7 +16,6 @@ Operands without gradient know no difference between ``I`` and ``R``: they are w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -85,8 +84,39 @@ class Rule:
         """Product of the sizes of the factors outside ``factor`` in ``dim``; None when it depends
         on the batch.
         """
-        sizes = [self.sizes[outer] for outer in dim.factors[: dim.factors.index(factor)]]
-        return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None  # type: ignore[arg-type]
+        product = 1
+        for outer in dim.factors[: dim.factors.index(factor)]:
+            size = self.sizes[outer]
+            if not isinstance(size, int):
+                return None
+            product *= size
+        return product
+
+    def dim_size(self, dim: Dim) -> int | None:
+        """The size of a dim that has factors; None when it depends on the batch."""
+        size = sum(dim.blocks)
+        for factor in dim.factors:
+            factor_size = self.sizes[factor]
+            if not isinstance(factor_size, int):
+                return None
+            size *= factor_size
+        return size
+
+    def shard(
+        self, dim: Dim, index: int, factor: str, pattern: tuple[int, ...] = (1,)
+    ) -> State | None:
+        """``S(index, …)`` that gives each rank its part of ``factor`` in ``dim``.
+
+        The factor itself is split in ``pattern``. None where its place depends on the batch.
+        """
+        prefix = self.prefix(dim, factor)
+        if prefix is None:
+            return None
+        # factors inside of it scale every block alike
+        blocks = tuple(
+            block * part for block in dim.blocks for _ in range(prefix) for part in pattern
+        )
+        return sharded(index, blocks)
 
     def split_factors(self) -> tuple[str, ...]:
         """Factors that may be split, in the order in which they appear."""
@@ -103,24 +133,36 @@ BlockPatterns = Mapping[int, frozenset[tuple[int, ...]]]
 """Size of a dim → the proportions of blocks that some op of the graph sees in such a dim."""
 
 
+MAX_BLOCKS = 8
+"""Dims are sharded in at most this many blocks, unless an op has them itself: more is never worth
+the copies that its moves need.
+"""
+
+
 def block_patterns(rules: Sequence[Rule]) -> BlockPatterns:
-    """The block structures that the rules of a graph know of."""
+    """The block structures that the rules of a graph know of: what a fused dim may be sharded by.
+
+    A dim that has a structure hands it on to the dims that it is split into or merged with, so that
+    the structures of a whole graph are found by repetition.
+    """
+    structured = {
+        (rule.sizes[factor], rule.shard(dim, 0, factor), size): (rule, dim, factor)
+        for rule in rules
+        for dims in (*rule.operands, *rule.results)
+        for dim in dims
+        if (len(dim.factors) > 1 or len(dim.blocks) > 1) and (size := rule.dim_size(dim))
+        for factor in dim.factors
+        if factor not in rule.unsplittable
+    }
     found: dict[int, set[tuple[int, ...]]] = {}
-    for rule in rules:
-        for dims in (*rule.operands, *rule.results):
-            for dim in dims:
-                whole = [rule.sizes[factor] for factor in dim.factors]
-                if not all(isinstance(size, int) for size in whole):
-                    continue
-                size = math.prod(whole) * sum(dim.blocks)  # type: ignore[arg-type]
-                for factor in dim.factors:
-                    state = _shard_of(rule, dim, 0, factor, (1,))
-                    if (
-                        state is not None
-                        and len(state.blocks) > 1
-                        and factor not in rule.unsplittable
-                    ):
-                        found.setdefault(int(size), set()).add(state.blocks)
+    known = -1
+    while known < (known := sum(map(len, found.values()))):
+        for (factor_size, _, size), (rule, dim, factor) in structured.items():
+            assert isinstance(factor_size, int)
+            for pattern in ((1,), *sorted(found.get(factor_size, ()))):
+                state = rule.shard(dim, 0, factor, pattern)
+                if state is not None and 1 < len(state.blocks) <= MAX_BLOCKS:
+                    found.setdefault(size, set()).add(state.blocks)
     return {size: frozenset(patterns) for size, patterns in found.items()}
 
 
@@ -211,23 +253,7 @@ def _state_of(
         return lacking
     if len(carrying) > 1:
         return None  # a diagonal
-    return _shard_of(rule, dims[carrying[0]], carrying[0], factor, pattern)
-
-
-def _shard_of(
-    rule: Rule, dim: Dim, index: int, factor: str, pattern: tuple[int, ...]
-) -> State | None:
-    """``S(index, …)`` that gives each rank its part of ``factor`` in ``dim``, the factor itself
-    split in ``pattern``.
-    """
-    prefix = rule.prefix(dim, factor)
-    if prefix is None:
-        return None
-    inner = dim.factors[-1] != factor  # factors inside scale every block alike
-    if inner and len(pattern) > 1 and dim.factors[0] != factor:
-        return None
-    blocks = tuple(block * part for block in dim.blocks for _ in range(prefix) for part in pattern)
-    return sharded(index, blocks)
+    return rule.shard(dims[carrying[0]], carrying[0], factor, pattern)
 
 
 def _divides(
