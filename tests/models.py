@@ -1,12 +1,13 @@
 """Tiny models that the test suites share. Every dim is divisible by 4.
 
-Each function returns a module with real weights on the CPU and example inputs with a batch of 2 sequences;
-the hand-written model comes with its loss function too.
+Each function returns a module with real weights on the CPU and example inputs with a batch of 2
+sequences; the hand-written model comes with its loss function too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ LossFn = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 def token_batch(
     batch: int = 2, seq: int = SEQ, *, seed: int = 0, vocab: int = VOCAB
 ) -> dict[str, Tensor]:
-    """Random ``input_ids`` and ``labels`` of shape [batch, seq]; about one label in eight is ignored (-100)."""
+    """Random ``input_ids`` and ``labels`` [batch, seq]; one label in eight is ignored (-100)."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocab, (batch, seq), generator=generator)
     labels = torch.randint(0, vocab, (batch, seq), generator=generator)
@@ -34,12 +35,12 @@ def token_batch(
 
 
 def tiny_llama(
-    layers: int = 2, *, seed: int = 0, seq: int = SEQ, **overrides: object
+    layers: int = 2, *, seed: int = 0, seq: int = SEQ, **overrides: Any
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A Hugging Face Llama with grouped-query attention; the loss is inside. ``overrides`` go to its config."""
+    """A Hugging Face Llama with grouped-query attention; ``overrides`` go to its config."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    settings: dict[str, object] = {
+    settings: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
         "intermediate_size": FFN,
@@ -56,12 +57,12 @@ def tiny_llama(
 
 
 def tiny_gpt2(
-    layers: int = 2, *, seed: int = 0, seq: int = SEQ, dropout: float = 0.0, **overrides: object
+    layers: int = 2, *, seed: int = 0, seq: int = SEQ, dropout: float = 0.0, **overrides: Any
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A Hugging Face GPT-2: tied embedding, fused QKV as Conv1D, learned positions; the loss is inside."""
+    """A Hugging Face GPT-2: tied embedding, fused QKV as Conv1D, learned positions."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    settings: dict[str, object] = {
+    settings: dict[str, Any] = {
         "vocab_size": VOCAB,
         "n_embd": HIDDEN,
         "n_inner": FFN,
@@ -95,7 +96,8 @@ class SelfAttention(nn.Module):
             for part in self.qkv(x).chunk(3, dim=-1)
         )
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(attended.transpose(1, 2).reshape(batch, seq, hidden))
+        out: Tensor = self.out(attended.transpose(1, 2).reshape(batch, seq, hidden))
+        return out
 
 
 class Layer(nn.Module):
@@ -111,11 +113,15 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        out: Tensor = x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return out
 
 
 class TinyTransformer(nn.Module):
-    """A plain decoder: learned positions, fused QKV split by ``chunk``, untied head. Returns logits [b, s, vocab]."""
+    """A plain decoder: learned positions, fused QKV split by ``chunk``, untied head.
+
+    Returns logits [b, s, vocab].
+    """
 
     def __init__(
         self,
@@ -135,15 +141,17 @@ class TinyTransformer(nn.Module):
         self.head = nn.Linear(hidden, vocab, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [b, s, vocab] of ``tokens`` [b, s]."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.tokens(tokens) + self.positions(positions)
         for layer in self.layers:
             x = layer(x)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 def next_token_loss(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of ``logits`` [b, s, vocab] against ``batch["targets"]`` [b, s]; -100 is ignored."""
+    """Mean cross-entropy of ``logits`` [b, s, vocab] and ``targets`` [b, s]; -100 is ignored."""
     return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
 
 

@@ -1,0 +1,155 @@
+"""A captured graph computes what the model computes, at batch sizes that it was not captured at."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from autopar.capture import capture, run_reference
+from autopar.ir.graph import LossKind, info
+from tests.capture.helpers import assert_same_training, captured, eager, targets
+from tests.models import tiny_gpt2, tiny_llama, tiny_transformer
+
+
+def test_llama_trains_the_same() -> None:
+    model, batch = tiny_llama()
+    graph = assert_same_training(model, batch)
+    assert graph.loss_kind is LossKind.TOKEN_SUM
+    assert "aten.view.default" not in targets(graph)
+
+
+def test_gpt2_trains_the_same() -> None:
+    model, batch = tiny_gpt2()
+    graph = assert_same_training(model, batch)
+    assert graph.loss_kind is LossKind.TOKEN_SUM
+    assert targets(graph).isdisjoint({"aten.addmm.default", "aten.dropout.default"})
+
+
+def test_hand_written_transformer_trains_the_same() -> None:
+    model, batch, loss_fn = tiny_transformer()
+    graph = assert_same_training(model, batch, loss_fn)
+    assert graph.loss_kind is LossKind.TOKEN_SUM
+    assert "aten.split_with_sizes.default" in targets(graph)
+
+
+def test_capture_leaves_the_model_alone() -> None:
+    model, batch = tiny_llama()
+    model.eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    capture(model, batch, compute_dtype=torch.bfloat16)
+    assert not model.training
+    assert model.config.use_cache
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+        assert tensor.dtype is before[name].dtype
+
+
+def test_dropout_is_captured() -> None:
+    model, batch = tiny_gpt2(dropout=0.1)
+    assert "aten.dropout.default" in targets(capture(model, batch))
+
+
+def test_bfloat16_computes_rope_in_float32() -> None:
+    model, batch = tiny_llama(seq=64)
+    exact = capture(model, batch)
+    rounded = capture(model, batch, compute_dtype=torch.bfloat16)
+    wide = [tensor for tensor in exact.constants.values() if tensor.is_floating_point()]
+    narrow = [tensor for tensor in rounded.constants.values() if tensor.is_floating_point()]
+    assert len(wide) == len(narrow) == 2
+    for table, exact_table in zip(narrow, wide, strict=True):
+        assert table.dtype is torch.bfloat16
+        assert torch.equal(table, exact_table.to(torch.bfloat16))
+
+
+def test_bfloat16_loss_equals_eager_bfloat16() -> None:
+    model, batch = tiny_llama()
+    graph = capture(model, batch, compute_dtype=torch.bfloat16)
+    inv_freq = model.model.rotary_emb.inv_freq.clone()
+    low = model.to(torch.bfloat16)
+    low.model.rotary_emb.inv_freq = inv_freq
+    loss, gradients = eager(low, batch, None)
+    found, found_gradients = captured(graph, low, batch)
+    torch.testing.assert_close(found, loss, rtol=1e-3, atol=1e-3)
+    for name, gradient in gradients.items():  # the causal kernel rounds other than the masked one
+        difference = (found_gradients[name] - gradient).float().norm()
+        assert difference <= 0.01 * gradient.float().norm(), name
+
+
+def test_float64_is_never_narrowed() -> None:
+    model, batch = tiny_llama()
+    graph = capture(model, batch, compute_dtype=torch.float64)
+    total, weight = run_reference(graph, dict(model.double().named_parameters()), batch)
+    assert weight is not None
+    assert total.dtype is weight.dtype is torch.float64
+    for kind in graph.kinds.values():
+        for node in kind.graph.nodes:
+            assert torch.float32 not in node.args
+            assert torch.float32 not in node.kwargs.values()
+    assert all(
+        not tensor.is_floating_point() or tensor.dtype is torch.float64
+        for tensor in graph.constants.values()
+    )
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_tied_weights_are_one_parameter() -> None:
+    model, batch = tiny_gpt2()
+    graph = capture(model, batch)
+    tied = graph.parameters["transformer.wte.weight"]
+    assert tied.names == ("transformer.wte.weight", "lm_head.weight")
+    assert "lm_head.weight" not in graph.parameters
+    readers = [
+        block.index
+        for block in graph.blocks
+        if any(value.name == tied.name for value in block.bindings)
+    ]
+    assert readers == [0, len(graph.blocks) - 1]
+
+
+def test_the_same_tensor_given_twice_stays_two_inputs() -> None:
+    model, batch = tiny_llama()
+    ids = batch["input_ids"]
+    graph = capture(model, {"input_ids": ids, "labels": ids})
+    assert list(graph.inputs) == ["input_ids", "labels"]
+    loss, _ = captured(graph, model, batch)
+    torch.testing.assert_close(loss, eager(model, batch, None)[0])
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    model, batch = tiny_llama()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    graph = capture(model, batch)
+    assert not graph.parameters["model.embed_tokens.weight"].requires_grad
+    prologue = graph.kind_of(graph.blocks[0])
+    assert not any(info(node).tensor.requires_grad for node in prologue.outputs)
+
+
+class _Tower(nn.Module):
+    """Buffers, a mask made in forward, in-place ops and a position-dependent scale."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 8), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(x.shape[0], 1, 8, device=x.device)
+        mask.add_(self.scale)
+        hidden = self.inner(x) * mask
+        hidden += 1
+        return (hidden * hidden).mean()
+
+
+def test_buffers_and_in_place_ops() -> None:
+    model = _Tower()
+    x = torch.randn(2, 4, 8)
+    graph = capture(model, (x,))
+    assert graph.loss_kind is LossKind.MICRO_BATCH_MEAN
+    assert graph.weight is None
+    assert list(graph.inputs) == ["x"]
+    for size in (1, 3):
+        batch = torch.randn(size, 4, 8)
+        loss, _ = captured(graph, model, {"x": batch})
+        torch.testing.assert_close(loss, model(batch).detach())
