@@ -1,0 +1,1 @@
+"""Costs: work, kernels, collectives, saved tensors, memory."""

@@ -1,0 +1,69 @@
+"""Which ops are alike for costs: by the name of their overload packet or function."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from torch import fx
+
+
+class Family(Enum):
+    """What work an op is."""
+
+    VIEW = "view"  # no kernel: the result is another look at the operand
+    PRODUCT = "product"  # linear, matmul, and relatives
+    ATTENTION = "attention"
+    EMBEDDING = "embedding"
+    LOSS = "loss"
+    POINTWISE = "pointwise"  # anything else: reads operands and writes results, once
+
+
+_VIEWS = frozenset(
+    """alias as_strided broadcast_to chunk detach diagonal expand expand_as flatten getitem
+    movedim narrow permute reshape select slice split split_with_sizes squeeze swapaxes t
+    transpose unbind unflatten unsqueeze view view_as _unsafe_view lift_fresh numpy_T mT""".split()
+)
+_PRODUCTS = frozenset("linear matmul mm bmm addmm baddbmm".split())
+_PERMUTING = frozenset("transpose permute t expand movedim swapaxes slice broadcast_to mT".split())
+_FOLDING = frozenset("reshape flatten view _unsafe_view unflatten".split())
+
+
+def op_name(node: fx.Node) -> str:
+    """``mul`` for ``aten.mul.Tensor``, ``token_loss`` for the function of that name."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket.__name__)
+    return str(getattr(target, "__name__", target))
+
+
+def family_of(node: fx.Node) -> Family:
+    """The family of a ``call_function`` node."""
+    name = op_name(node)
+    if name in _VIEWS:
+        return Family.POINTWISE if copies(node) else Family.VIEW
+    if name in _PRODUCTS:
+        return Family.PRODUCT
+    if name == "scaled_dot_product_attention":
+        return Family.ATTENTION
+    if name == "embedding":
+        return Family.EMBEDDING
+    if name == "token_loss":
+        return Family.LOSS
+    return Family.POINTWISE
+
+
+def copies(node: fx.Node) -> bool:
+    """True for a reshape whose operand is a permuted or expanded view, so that it has to be copied."""
+    return op_name(node) in _FOLDING and _is_permuted(node.args[0])
+
+
+def _is_permuted(value: object) -> bool:
+    while isinstance(value, fx.Node) and value.op == "call_function":
+        name = op_name(value)
+        if name in _PERMUTING:
+            return True
+        if name not in _VIEWS or copies(value):
+            return False
+        value = value.args[0]
+    return False

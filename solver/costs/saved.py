@@ -1,0 +1,74 @@
+"""What autograd keeps for backward: a table by op, from the derivative formulas of PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.ir.graph import info
+from autopar.ir.layout import operands_of
+from autopar.solver.costs.families import Family, family_of, op_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """Operands and results that an op keeps, and bytes of its own per element of its first operand.
+
+    Views are no tensors of their own: whoever keeps one keeps what it looks at.
+    """
+
+    operands: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    own_bytes_per_element: int = 0
+
+
+_NOTHING = Saved()
+_KEEPS_NOTHING = frozenset(
+    """add sub rsub neg to _to_copy cat stack clone contiguous mean sum pad constant_pad_nd repeat
+    cumsum type_as reshape flatten view _unsafe_view roll flip tril triu""".split()
+)
+_KEEPS_RESULT = frozenset(
+    """rsqrt sqrt exp sigmoid tanh softmax _softmax log_softmax _log_softmax reciprocal relu
+    logsumexp expm1""".split()
+)
+_KEEPS_OPERAND = frozenset(
+    """pow silu gelu cos sin log abs erf square clamp var std layer_norm native_layer_norm rms_norm
+    leaky_relu softplus mish hardswish elu group_norm""".split()
+)
+
+
+def saved_for_backward(node: fx.Node) -> Saved:
+    """What a ``call_function`` node keeps when its results require gradients."""
+    operands = operands_of(node)
+    needs = [info(operand).tensor.requires_grad for operand in operands]
+    name, family = op_name(node), family_of(node)
+    if not any(needs) or family is Family.VIEW or name in _KEEPS_NOTHING:
+        return _NOTHING
+    if family is Family.PRODUCT:
+        first = 1 if name in ("addmm", "baddbmm") else 0
+        pair = (first, first + 1)
+        return Saved(operands=tuple(i for i, other in (pair, pair[::-1]) if needs[other]))
+    if family is Family.ATTENTION:
+        return Saved(operands=tuple(range(len(operands))), results=(0,))
+    if family is Family.EMBEDDING:
+        return Saved(operands=(1,))
+    if family is Family.LOSS:  # log-softmax, in the dtype of the logits, and the targets
+        return Saved(operands=(1,), own_bytes_per_element=info(operands[0]).tensor.dtype.itemsize)
+    if name in ("mul", "multiply") and len(operands) == 2:
+        return Saved(operands=tuple(i for i in (0, 1) if needs[1 - i]))
+    if name in ("mul", "multiply"):
+        return _NOTHING
+    if name in ("div", "divide", "true_divide"):
+        if len(operands) == 1:
+            return _NOTHING
+        return Saved(operands=(0, 1) if needs[1] else (1,))
+    if name in ("dropout", "native_dropout"):
+        return Saved(own_bytes_per_element=1)
+    if name in ("where", "masked_fill", "gather", "index_select", "index"):
+        return Saved(operands=tuple(i for i, need in enumerate(needs) if not need))
+    if name in _KEEPS_RESULT:
+        return Saved(results=(0,))
+    if name in _KEEPS_OPERAND:
+        return Saved(operands=(0,))
+    return Saved(operands=tuple(range(len(operands))))

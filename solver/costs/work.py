@@ -1,0 +1,219 @@
+"""What an op computes and moves: products of matrices, attention, bytes of memory, kernels.
+
+Shapes may hold sympy expressions of the batch: then so does the work. A rank's share under a typing
+is the work on its local shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.ir.graph import BlockKind, Size, info
+from autopar.ir.layout import operands_of
+from autopar.solver.costs.families import Family, family_of, op_name
+
+Shape = Sequence[Size]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """``batch`` products [rows, depth] · [depth, columns]; operands of ``itemsize`` bytes."""
+
+    batch: Size
+    rows: Size
+    columns: Size
+    depth: Size
+    itemsize: int
+
+    @property
+    def flops(self) -> Size:
+        return 2 * self.batch * self.rows * self.columns * self.depth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """FLOPs of a fused attention kernel; causal ones do half of the scores."""
+
+    flops: Size
+    itemsize: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One direction of an op. ``bytes`` are those of its memory-bound kernels only."""
+
+    products: tuple[Product, ...] = ()
+    attention: Attention | None = None
+    bytes: Size = 0
+    num_kernels: int = 0
+
+    @property
+    def flops(self) -> Size:
+        """FLOPs of products and attention."""
+        total: Size = sum((product.flops for product in self.products), 0)
+        return total + self.attention.flops if self.attention else total
+
+
+NO_WORK = Work()
+
+
+def numel(shape: Shape) -> Size:
+    """Elements of a tensor."""
+    return functools.reduce(operator.mul, shape, 1)
+
+
+def forward_work(node: fx.Node, operands: Sequence[Shape], results: Sequence[Shape]) -> Work:
+    """The forward of a ``call_function`` node on operands and results of these shapes."""
+    family = family_of(node)
+    if family is Family.VIEW:
+        return NO_WORK
+    if family is Family.PRODUCT:
+        return Work(products=(_product(node, operands, results),), num_kernels=1)
+    if family is Family.ATTENTION:
+        flops = 4 * numel(operands[0]) * operands[1][-2]
+        scores = flops // 2 if _is_causal(node) else flops
+        return Work(attention=Attention(flops=scores, itemsize=_itemsize(node)), num_kernels=1)
+    read, written = _operand_bytes(node, operands), _result_bytes(node, results)
+    if family is Family.EMBEDDING:
+        return Work(bytes=2 * written, num_kernels=1)
+    if family is Family.LOSS:  # log-softmax reads and writes the logits, the sum reads targets only
+        return Work(bytes=2 * read, num_kernels=3)
+    return Work(bytes=read + written, num_kernels=1)
+
+
+def backward_work(node: fx.Node, operands: Sequence[Shape], results: Sequence[Shape]) -> Work:
+    """The backward: gradients of the operands that require one."""
+    needs = [info(operand).tensor.requires_grad for operand in operands_of(node)]
+    family = family_of(node)
+    if not any(needs) or family is Family.VIEW:
+        return NO_WORK
+    if family is Family.PRODUCT:
+        product = _product(node, operands, results)
+        skipped = 1 if op_name(node) in ("addmm", "baddbmm") else 0
+        num = sum(needs[skipped : skipped + 2])
+        turned = (
+            Product(
+                batch=product.batch,
+                rows=product.rows,
+                columns=product.depth,
+                depth=product.columns,
+                itemsize=product.itemsize,
+            ),
+            Product(
+                batch=product.batch,
+                rows=product.columns,
+                columns=product.depth,
+                depth=product.rows,
+                itemsize=product.itemsize,
+            ),
+        )
+        chosen = tuple(part for part, need in zip(turned, needs[skipped:], strict=False) if need)
+        return Work(products=chosen, num_kernels=num)
+    if family is Family.ATTENTION:  # scores again, and four products for three gradients
+        forward = forward_work(node, operands, results).flops
+        return Work(
+            attention=Attention(flops=5 * forward // 2, itemsize=_itemsize(node)), num_kernels=2
+        )
+    read, written = _operand_bytes(node, operands), _result_bytes(node, results)
+    if family is Family.EMBEDDING:
+        return Work(bytes=2 * written + _bytes(node, operands, (0,)), num_kernels=2)
+    if family is Family.LOSS:
+        return Work(bytes=3 * read, num_kernels=2)
+    # Gradients in and out; the operands again where the op is not linear in one of them alone.
+    given = _bytes(node, operands, [index for index, need in enumerate(needs) if need])
+    again = read if op_name(node) not in _LINEAR else 0
+    return Work(bytes=written + given + again, num_kernels=sum(needs))
+
+
+_LINEAR = frozenset(
+    """add sub rsub neg to _to_copy cat stack reshape flatten view _unsafe_view clone contiguous
+    mean sum expand pad constant_pad_nd repeat cumsum type_as""".split()
+)
+
+
+def op_flops(node: fx.Node) -> tuple[Size, Size]:
+    """Forward and backward FLOPs of a node of a kind's graph, as expressions of the batch."""
+    shapes = global_shapes(node)
+    return forward_work(node, *shapes).flops, backward_work(node, *shapes).flops
+
+
+def op_bytes(node: fx.Node) -> tuple[Size, Size]:
+    """Bytes that memory-bound kernels of the node read and write, forward and backward."""
+    shapes = global_shapes(node)
+    return forward_work(node, *shapes).bytes, backward_work(node, *shapes).bytes
+
+
+def kind_flops(kind: BlockKind) -> tuple[Size, Size]:
+    """Forward and backward FLOPs of a block, as expressions of the batch."""
+    forward: Size = 0
+    backward: Size = 0
+    for node in computing_nodes(kind):
+        more = op_flops(node)
+        forward, backward = forward + more[0], backward + more[1]
+    return forward, backward
+
+
+def computing_nodes(kind: BlockKind) -> tuple[fx.Node, ...]:
+    """The nodes of a kind that are ops; ``getitem`` is none."""
+    return tuple(
+        node
+        for node in kind.graph.nodes
+        if node.op == "call_function" and node.target is not operator.getitem
+    )
+
+
+def global_shapes(node: fx.Node) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
+    """Shapes of operands and results as captured."""
+    operands = tuple(info(operand).tensor.shape for operand in operands_of(node))
+    return operands, tuple(tensor.shape for tensor in info(node).tensors)
+
+
+def _product(node: fx.Node, operands: Sequence[Shape], results: Sequence[Shape]) -> Product:
+    name = op_name(node)
+    left = operands[1] if name in ("addmm", "baddbmm") else operands[0]
+    right = operands[2] if name in ("addmm", "baddbmm") else operands[1]
+    itemsize = _itemsize(node)
+    depth = left[-1]
+    if name == "linear":
+        columns = right[0] if len(right) > 1 else 1
+        return Product(
+            batch=1, rows=numel(left[:-1]), columns=columns, depth=depth, itemsize=itemsize
+        )
+    columns = right[-1] if len(right) > 1 else 1
+    rows = left[-2] if len(left) > 1 else 1
+    batch = numel(results[0][:-2]) if len(left) > 1 and len(right) > 1 else 1
+    if len(right) == 2 and len(left) > 2:  # one matrix for all: a tall product
+        rows, batch = numel(left[:-1]), 1
+    return Product(batch=batch, rows=rows, columns=columns, depth=depth, itemsize=itemsize)
+
+
+def _is_causal(node: fx.Node) -> bool:
+    return bool(node.kwargs.get("is_causal", node.args[5] if len(node.args) > 5 else False))
+
+
+def _itemsize(node: fx.Node) -> int:
+    return info(operands_of(node)[0]).tensor.dtype.itemsize
+
+
+def _operand_bytes(node: fx.Node, operands: Sequence[Shape]) -> Size:
+    return _bytes(node, operands, range(len(operands)))
+
+
+def _bytes(node: fx.Node, operands: Sequence[Shape], which: Sequence[int]) -> Size:
+    nodes = operands_of(node)
+    total: Size = 0
+    for index in which:
+        total = total + numel(operands[index]) * info(nodes[index]).tensor.dtype.itemsize
+    return total
+
+
+def _result_bytes(node: fx.Node, results: Sequence[Shape]) -> Size:
+    total: Size = 0
+    for shape, tensor in zip(results, info(node).tensors, strict=True):
+        total = total + numel(shape) * tensor.dtype.itemsize
+    return total

@@ -1,0 +1,1 @@
+"""The placement problem of one axis: data, build, solve, decode, check."""

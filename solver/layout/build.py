@@ -1,0 +1,189 @@
+"""From the problem to a MathOpt model. The formulation, with the symbols of ``problem``:
+
+(0) minimize  Σ_o Σ_k (w_f f[o,k] + w_g g[o,k]) u[o,k] + Σ_v Σ_s Σ_t (w_f f[v,s,t] + w_g g[v,s,t]) z[v,s,t]
+              + Σ_c Σ_s w_c[s] y[c,s] + Σ_q w_q h[q]
+(1) Σ_k u[o,k] = 1                           every op takes one option
+(2) x[v,s] = Σ_{k gives v in s} u[o,k]       a value is in the state that its op gives it
+    x[v,s] = y[class of v, s]                a placeholder is in the state of its class
+(3) Σ_s y[c,s] = 1                           a class has one state
+(4) d[v,t] ≥ Σ_{k demands v in t} u[o,k]     for each consumer o and operand
+    d[v,t] ≥ y[c,t]                          where a block hands v on in the state of class c
+(5) Σ_s z[v,s,t] = d[v,t]                    what is demanded comes from somewhere …
+(6) z[v,s,t] ≤ x[v,s]                        … where the value is
+(7) h[q] ≥ Σ_{k keeps q} u[o,k]              for each op o; for a moved copy also h[q] ≥ that − z[v,t,t]
+(8) Σ_q copies · bytes[q] h[q] + Σ_c Σ_s bytes[c,s] y[c,s] ≤ limit     for each memory limit
+
+u and y are binary; all others are continuous and integral at an optimum. Seconds are written in µs
+and bytes in MB, so that coefficients are near 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ortools.math_opt.python import mathopt
+
+from autopar.solver.layout.problem import MemoryLimit, Problem, Weights
+
+MICROSECONDS = 1e6
+MEGABYTES = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A MathOpt model and the variables that ``decode`` reads."""
+
+    model: mathopt.Model
+    u: tuple[tuple[mathopt.Variable, ...], ...]
+    y: tuple[tuple[mathopt.Variable, ...], ...]
+
+
+def build(problem: Problem, weights: Weights, limits: Sequence[MemoryLimit] = ()) -> Model:
+    """The model of ``problem`` with an objective and memory limits."""
+    builder = _Builder(problem)
+    builder.choose_options()  # (1)
+    builder.choose_class_states()  # (3)
+    builder.place_values()  # (2)
+    builder.demand_states()  # (4)
+    builder.move_values()  # (5), (6)
+    builder.hold_tensors(needed=bool(limits) or any(weights.held))  # (7)
+    for limit in limits:
+        builder.limit_memory(limit)  # (8)
+    builder.minimize(weights)  # (0)
+    return Model(builder.model, tuple(builder.u), tuple(builder.y))
+
+
+_Sum = mathopt.LinearSum
+
+
+class _Builder:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.model = mathopt.Model()
+        self.u: list[tuple[mathopt.Variable, ...]] = []
+        self.y: list[tuple[mathopt.Variable, ...]] = []
+        self.x: list[list[mathopt.LinearBase | float]] = []
+        self.d: list[list[mathopt.Variable]] = []
+        self.z: list[dict[tuple[int, int], mathopt.Variable]] = []
+        self.h: list[mathopt.Variable] = []
+
+    def choose_options(self) -> None:
+        for op in self.problem.ops:
+            options = tuple(self.model.add_binary_variable() for _ in op.options)
+            self.u.append(options)
+            self.model.add_linear_constraint(_Sum(options) == 1)
+
+    def choose_class_states(self) -> None:
+        for state_class in self.problem.classes:
+            states = tuple(self.model.add_binary_variable() for _ in state_class.states)
+            self.y.append(states)
+            if states:
+                self.model.add_linear_constraint(_Sum(states) == 1)
+
+    def place_values(self) -> None:
+        """``x`` is the sum itself: no variables of its own."""
+        given: list[list[list[mathopt.Variable]]] = [
+            [[] for _ in value.states] for value in self.problem.values
+        ]
+        for op, options in zip(self.problem.ops, self.u, strict=True):
+            for option, variable in zip(op.options, options, strict=True):
+                for value, state in zip(op.results, option.option.results, strict=True):
+                    given[value][self.problem.values[value].states.index(state)].append(variable)
+        for value, by_state in zip(self.problem.values, given, strict=True):
+            if value.state_class is not None:
+                self.x.append(list(self.y[value.state_class]))
+            else:
+                self.x.append([_Sum(variables) for variables in by_state])
+
+    def demand_states(self) -> None:
+        for value in self.problem.values:
+            self.d.append([self.model.add_variable(lb=0, ub=1) for _ in value.demanded])
+        for op, options in zip(self.problem.ops, self.u, strict=True):
+            for position, value in enumerate(op.operands):
+                demanded = self.problem.values[value].demanded
+                by_state: dict[int, list[mathopt.Variable]] = {}
+                for option, variable in zip(op.options, options, strict=True):
+                    state = demanded.index(option.option.operands[position])
+                    by_state.setdefault(state, []).append(variable)
+                for state, variables in by_state.items():
+                    self.model.add_linear_constraint(self.d[value][state] >= _Sum(variables))
+        for delivery in self.problem.deliveries:
+            demanded = self.problem.values[delivery.value].demanded
+            state_class = self.problem.classes[delivery.state_class]
+            for state, variable in zip(state_class.states, self.y[delivery.state_class], strict=True):
+                place = self.d[delivery.value][demanded.index(state)]
+                self.model.add_linear_constraint(place >= variable)
+
+    def move_values(self) -> None:
+        for value, x, d in zip(self.problem.values, self.x, self.d, strict=True):
+            moves = {pair: self.model.add_variable(lb=0, ub=1) for pair in value.moves}
+            self.z.append(moves)
+            for target, demand in enumerate(d):
+                sources = [moves[source, target] for source in range(len(value.states))]
+                self.model.add_linear_constraint(_Sum(sources) == demand)
+            for (source, _), variable in moves.items():
+                self.model.add_linear_constraint(variable <= x[source])
+
+    def hold_tensors(self, *, needed: bool) -> None:
+        if not needed:
+            return
+        self.h = [self.model.add_variable(lb=0, ub=1) for _ in self.problem.held]
+        for op, options in zip(self.problem.ops, self.u, strict=True):
+            keeping: dict[int, list[mathopt.Variable]] = {}
+            for option, variable in zip(op.options, options, strict=True):
+                for number in option.held:
+                    keeping.setdefault(number, []).append(variable)
+            for number, variables in keeping.items():
+                moved = self.problem.held[number].moved
+                kept = _Sum(variables)
+                if moved is not None:
+                    value, target = moved
+                    states = self.problem.values[value].states
+                    state = self.problem.values[value].demanded[target]
+                    if state in states:
+                        kept = kept - self.z[value][states.index(state), target]
+                self.model.add_linear_constraint(self.h[number] >= kept)
+
+    def limit_memory(self, limit: MemoryLimit) -> None:
+        total = [
+            MEGABYTES * limit.copies[held.kind] * held.num_bytes * variable
+            for held, variable in zip(self.problem.held, self.h, strict=True)
+            if limit.copies[held.kind]
+        ]
+        for state_class, variables, size in zip(
+            self.problem.classes, self.y, limit.parameter_bytes, strict=True
+        ):
+            total += [
+                MEGABYTES * size * numel * variable
+                for numel, variable in zip(state_class.numel, variables, strict=True)
+                if size
+            ]
+        self.model.add_linear_constraint(_Sum(total) <= MEGABYTES * limit.num_bytes)
+
+    def minimize(self, weights: Weights) -> None:
+        terms: list[mathopt.LinearBase] = []
+
+        def add(coefficient: float, variable: mathopt.Variable) -> None:
+            if coefficient:
+                terms.append(MICROSECONDS * coefficient * variable)
+
+        for op, options in zip(self.problem.ops, self.u, strict=True):
+            forward, backward = weights.forward[op.kind], weights.backward[op.kind]
+            for option, variable in zip(op.options, options, strict=True):
+                add(forward * option.forward_s + backward * option.backward_s, variable)
+        for value, moves in zip(self.problem.values, self.z, strict=True):
+            forward, backward = weights.forward[value.kind], weights.backward[value.kind]
+            for pair, variable in moves.items():
+                cost = value.moves[pair]
+                add(forward * cost.forward_s + backward * cost.backward_s, variable)
+        for state_class, variables, size in zip(
+            self.problem.classes, self.y, weights.parameters, strict=True
+        ):
+            for step_s, numel, variable in zip(
+                state_class.step_s, state_class.numel, variables, strict=True
+            ):
+                add(weights.step * step_s + size * numel, variable)
+        for held, variable in zip(self.problem.held, self.h, strict=False):
+            add(weights.held[held.kind] * held.num_bytes, variable)
+        self.model.minimize(_Sum(terms))

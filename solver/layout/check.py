@@ -1,0 +1,82 @@
+"""Costs of a given choice of options and states, by code that knows no solver."""
+
+from __future__ import annotations
+
+from autopar.solver.layout.problem import KindCost, Problem, Solution, Weights
+
+
+def kind_costs(problem: Problem, solution: Solution) -> tuple[KindCost, ...]:
+    """What a block of each kind costs when its ops and classes choose as in ``solution``."""
+    num = len(problem.kinds)
+    forward, backward = [0.0] * num, [0.0] * num
+    forward_comm, backward_comm = [0.0] * num, [0.0] * num
+    transient = [0] * num
+    demanded: set[tuple[int, int]] = set()
+    produced: dict[int, int] = {}
+    kept: dict[int, None] = {}
+    for op, choice in zip(problem.ops, solution.choices, strict=True):
+        option = op.options[choice]
+        forward[op.kind] += option.forward_s
+        backward[op.kind] += option.backward_s
+        forward_comm[op.kind] += option.comm_s
+        transient[op.kind] = max(transient[op.kind], option.transient_bytes)
+        for value, state in zip(op.operands, option.option.operands, strict=True):
+            demanded.add((value, problem.values[value].demanded.index(state)))
+        for value, state in zip(op.results, option.option.results, strict=True):
+            produced[value] = problem.values[value].states.index(state)
+        kept.update(dict.fromkeys(option.held))
+    for number, value in enumerate(problem.values):
+        if value.state_class is not None:
+            produced[number] = solution.states[value.state_class]
+    for delivery in problem.deliveries:
+        state = problem.classes[delivery.state_class].states[solution.states[delivery.state_class]]
+        target = problem.values[delivery.value].demanded.index(state)
+        demanded.add((delivery.value, target))
+    for number, target in sorted(demanded):
+        value = problem.values[number]
+        cost = value.moves[produced[number], target]
+        forward[value.kind] += cost.forward_s
+        backward[value.kind] += cost.backward_s
+        forward_comm[value.kind] += cost.forward_s
+        backward_comm[value.kind] += cost.backward_s
+    held = [0] * num
+    for number in kept:
+        entry = problem.held[number]
+        if entry.moved is not None:
+            moved = problem.values[entry.moved[0]]
+            if moved.states[produced[entry.moved[0]]] == moved.demanded[entry.moved[1]]:
+                continue
+        held[entry.kind] += entry.num_bytes
+    return tuple(
+        KindCost(
+            forward_s=forward[kind],
+            backward_s=backward[kind],
+            forward_comm_s=forward_comm[kind],
+            backward_comm_s=backward_comm[kind],
+            held_bytes=held[kind],
+            transient_bytes=transient[kind],
+        )
+        for kind in range(num)
+    )
+
+
+def step_seconds(problem: Problem, solution: Solution) -> float:
+    """Seconds once a step: reductions of gradients over the axis."""
+    return sum(
+        state_class.step_s[state]
+        for state_class, state in zip(problem.classes, solution.states, strict=True)
+        if state >= 0
+    )
+
+
+def objective(problem: Problem, solution: Solution, weights: Weights) -> float:
+    """The objective of ``weights`` at ``solution``."""
+    total = weights.step * step_seconds(problem, solution)
+    for kind, cost in enumerate(kind_costs(problem, solution)):
+        total += weights.forward[kind] * cost.forward_s + weights.backward[kind] * cost.backward_s
+        total += weights.held[kind] * cost.held_bytes
+    for state_class, state, size in zip(
+        problem.classes, solution.states, weights.parameters, strict=True
+    ):
+        total += size * state_class.numel[state] if state >= 0 and size else 0.0
+    return total

@@ -1,0 +1,137 @@
+"""Costs of options, moves and states on one rank, for the problem of an axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.ir.graph import TensorInfo, info
+from autopar.ir.layout import operands_of
+from autopar.ir.moves import Collective, backward_of, collective_of
+from autopar.ir.placement import State
+from autopar.ir.rules.core import Option
+from autopar.solver.costs.comm import Group, Links
+from autopar.solver.costs.kernels import Kernels
+from autopar.solver.costs.work import backward_work, forward_work
+from autopar.solver.layout.problem import MoveCost
+
+Shape = tuple[int, ...]
+
+GRADIENT_ITEMSIZE = 4
+"""Gradients of parameters are accumulated and reduced in fp32 (float64 stays float64)."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpSeconds:
+    """Seconds of an op under an option, and of the collectives inside its local form."""
+
+    forward_s: float
+    backward_s: float
+    comm_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Coster:
+    """Costs on an axis whose ranks are ``group``, at ``batch`` sequences per rank of outer axes."""
+
+    kernels: Kernels
+    links: Links
+    group: Group
+    batch: int
+
+    def shape(self, tensor: TensorInfo, state: State) -> Shape:
+        """Shape on a rank."""
+        shape = tensor.shape_at(self.batch)
+        if not state.is_sharded or self.group.size == 1:
+            return shape
+        size = shape[state.dim] // self.group.size
+        return (*shape[: state.dim], size, *shape[state.dim + 1 :])
+
+    def numel(self, tensor: TensorInfo, state: State) -> int:
+        """Elements on a rank."""
+        total = 1
+        for size in self.shape(tensor, state):
+            total *= size
+        return total
+
+    def bytes(self, tensor: TensorInfo, state: State) -> int:
+        """Bytes on a rank."""
+        return self.numel(tensor, state) * tensor.dtype.itemsize
+
+    def op(self, node: fx.Node, option: Option) -> OpSeconds:
+        """Seconds of a node under an option."""
+        operands = [
+            self.shape(info(operand).tensor, state)
+            for operand, state in zip(operands_of(node), option.operands, strict=True)
+        ]
+        tensors = info(node).tensors
+        results = [self.shape(t, s) for t, s in zip(tensors, option.results, strict=True)]
+        comm = self._helper_comm(option, operands) if option.helper else 0.0
+        forward = self.kernels.seconds(forward_work(node, operands, results))
+        backward = self.kernels.seconds(backward_work(node, operands, results), backward=True)
+        return OpSeconds(forward + comm, backward, comm)
+
+    def transient_bytes(self, node: fx.Node, option: Option) -> int:
+        """Operands and results, as the backward of the op has their gradients beside what is kept."""
+        pairs = [
+            *zip((info(operand).tensor for operand in operands_of(node)), option.operands, strict=True),
+            *zip(info(node).tensors, option.results, strict=True),
+        ]
+        return sum(self.bytes(t, s) for t, s in pairs if t.requires_grad)
+
+    def move(self, tensor: TensorInfo, source: State, target: State) -> MoveCost:
+        """Seconds of ``source → target`` in a micro-batch, forward and backward."""
+        forward = self._transfer(tensor, source, target)
+        backward = 0.0
+        if tensor.requires_grad:
+            backward = self._transfer(tensor, *backward_of(source, target))
+        return MoveCost(forward, backward)
+
+    def _transfer(self, tensor: TensorInfo, source: State, target: State) -> float:
+        if self.group.size == 1 or source == target or (source.is_whole and target.is_whole):
+            return 0.0
+        whole = self.bytes(tensor, source if not source.is_sharded else target)
+        if source.is_sharded and target.is_sharded:
+            whole = self.bytes(tensor, source) * self.group.size
+        if not tensor.requires_grad and source.is_whole and target.is_sharded:
+            return 0.0  # inputs and constants: sliced once, or as they are read
+        collective = collective_of(source, target)
+        seconds = self.links.seconds(collective, whole, self.group)
+        return seconds + self._copy_seconds(whole, source, target, collective)
+
+    def _copy_seconds(self, whole: int, source: State, target: State, done: Collective) -> float:
+        """Slices, pads and stacks are kernels, too: what they read and write."""
+        part = whole / self.group.size
+        if done is Collective.ALL_REDUCE:
+            copied = 0.0
+        elif done is Collective.ALL_GATHER:
+            copied = 2.0 * whole
+        elif done is Collective.REDUCE_SCATTER:
+            copied = 2.0 * whole if target.dim > 0 or len(target.blocks) > 1 else 0.0
+        elif done is Collective.ALL_TO_ALL or (source.is_whole and target.is_sharded):
+            copied = 4.0 * part if done is Collective.ALL_TO_ALL else 2.0 * part
+        else:
+            copied = float(whole)
+        hardware = self.kernels.hardware
+        hbm = hardware.chip.hbm_bytes_per_s * hardware.efficiency.hbm
+        return max(copied / hbm, hardware.chip.launch_s)
+
+    def _helper_comm(self, option: Option, operands: list[Shape]) -> float:
+        if option.helper != "vocab_token_loss":
+            return 0.0
+        tokens = 1
+        for size in operands[0][:-1]:
+            tokens *= size
+        reduce = Collective.ALL_REDUCE
+        return self.links.seconds(reduce, 4 * tokens, self.group) + self.links.seconds(
+            reduce, 8 * tokens, self.group
+        )
+
+    def parameter_step_seconds(self, tensor: TensorInfo, state: State) -> float:
+        """Reduction of a parameter's gradient over the axis, once a step: all-reduce of ``R``."""
+        if not tensor.requires_grad or not state.is_whole or str(state) == "I":
+            return 0.0
+        itemsize = max(GRADIENT_ITEMSIZE, tensor.dtype.itemsize)
+        num_bytes = self.numel(tensor, state) * itemsize
+        return self.links.seconds(Collective.ALL_REDUCE, num_bytes, self.group)

@@ -1,0 +1,329 @@
+"""From a model to the problem of an axis: options and costs of every op, moves of every value."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopar.ir.graph import BlockKind, ModelGraph, Role, TensorInfo, info
+from autopar.ir.layout import operands_of
+from autopar.ir.placement import INVARIANT, REPLICATED, State, shard_sizes
+from autopar.ir.rules.core import Option, normal_state
+from autopar.ir.typecheck import KindRules, kind_options, kind_rules
+from autopar.solver.costs.families import Family, family_of
+from autopar.solver.costs.saved import saved_for_backward
+from autopar.solver.layout.classes import Classes, state_classes
+from autopar.solver.layout.costing import Coster
+from autopar.solver.layout.problem import (
+    ClassRole,
+    Delivery,
+    Held,
+    MoveCost,
+    Op,
+    OpOption,
+    Problem,
+    StateClass,
+    Value,
+)
+from autopar.solver.layout.state import AxisRule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What of a model depends on no axis and no batch: computed once."""
+
+    model: ModelGraph
+    rules: Mapping[str, KindRules]
+    classes: Classes
+
+
+def model_facts(model: ModelGraph) -> ModelFacts:
+    """The rules and classes of ``model``."""
+    return ModelFacts(
+        model=model,
+        rules={name: kind_rules(kind) for name, kind in model.kinds.items()},
+        classes=state_classes(model),
+    )
+
+
+def make_problem(facts: ModelFacts, axis: AxisRule, coster: Coster) -> Problem:
+    """The problem of ``axis``, for ranks that cost what ``coster`` says."""
+    return _Maker(facts, axis, coster).problem()
+
+
+@dataclass
+class _Draft:
+    """A value in the making."""
+
+    kind: int
+    node: str
+    result: int
+    tensor: TensorInfo
+    state_class: int | None
+    states: dict[State, None] = field(default_factory=dict)
+    demanded: dict[State, None] = field(default_factory=dict)
+
+
+class _Maker:
+    def __init__(self, facts: ModelFacts, axis: AxisRule, coster: Coster) -> None:
+        self.model, self.facts, self.axis, self.coster = facts.model, facts, axis, coster
+        self.drafts: list[_Draft] = []
+        self.number: dict[tuple[str, str, int], int] = {}
+        self.held: list[Held] = []
+        self.held_number: dict[tuple[int, State], int] = {}
+        self.roots: dict[int, dict[State, tuple[int, State]]] = {}
+        self.options: dict[tuple[str, str], tuple[Option, ...]] = {}
+
+    def problem(self) -> Problem:
+        for index, kind in enumerate(self.model.kinds.values()):
+            self.read_kind(index, kind)
+        classes = self.state_classes()
+        ops = [
+            self.op(index, kind, node)
+            for index, kind in enumerate(self.model.kinds.values())
+            for node in kind.graph.nodes
+            if (kind.name, node.name) in self.options
+        ]
+        counts = self.model.multiplicity()
+        return Problem(
+            axis=self.axis.name,
+            axis_size=self.coster.group.size,
+            kinds=tuple(self.model.kinds),
+            counts=tuple(counts[name] for name in self.model.kinds),
+            values=tuple(map(self.value, self.drafts)),
+            ops=tuple(ops),
+            classes=classes,
+            held=tuple(self.held),
+            deliveries=tuple(self.deliveries()),
+            class_of_placeholder={
+                (name, node.name): self.facts.classes.of[name, "in", index]
+                for name, kind in self.model.kinds.items()
+                for index, node in enumerate(kind.placeholders)
+            },
+        )
+
+    def read_kind(self, index: int, kind: BlockKind) -> None:
+        """Options of the ops, and the states in which values are produced and demanded."""
+        options = kind_options(
+            kind,
+            axis=self.axis.name,
+            axis_size=self.coster.group.size,
+            batch=self.coster.batch,
+            rules=self.facts.rules[kind.name],
+        )
+        placeholders = {node: number for number, node in enumerate(kind.placeholders)}
+        for node in kind.graph.nodes:
+            if node.op in ("output", "get_attr") or node.target is operator.getitem:
+                continue
+            placeholder = placeholders.get(node)
+            state_class = (
+                None
+                if placeholder is None
+                else self.facts.classes.of[kind.name, "in", placeholder]
+            )
+            for result, tensor in enumerate(info(node).tensors):
+                self.number[kind.name, node.name, result] = len(self.drafts)
+                self.drafts.append(_Draft(index, node.name, result, tensor, state_class))
+            if node.op == "call_function":
+                self.read_op(kind, node, options[node.name])
+
+    def read_op(self, kind: BlockKind, node: fx.Node, options: tuple[Option, ...]) -> None:
+        operands = [info(operand).tensor for operand in operands_of(node)]
+        tensors = (*operands, *info(node).tensors)
+        allowed = tuple(
+            option
+            for option in options
+            if all(
+                self.axis.allows(state, tensor)
+                for state, tensor in zip((*option.operands, *option.results), tensors, strict=True)
+            )
+        )
+        assert allowed, f"{node.name} has no option on {self.axis.name}"
+        self.options[kind.name, node.name] = allowed
+        for option in allowed:
+            for operand, state in zip(operands_of(node), option.operands, strict=True):
+                self.drafts[self.value_of(kind, operand)].demanded[state] = None
+            for result, state in enumerate(option.results):
+                self.drafts[self.number[kind.name, node.name, result]].states[state] = None
+
+    def value_of(self, kind: BlockKind, node: fx.Node) -> int:
+        """The value that ``node`` is; ``getitem`` is the element that it reads."""
+        if node.target is operator.getitem:
+            source, element = node.args
+            assert isinstance(source, fx.Node)
+            assert isinstance(element, int)
+            return self.number[kind.name, source.name, element]
+        return self.number[kind.name, node.name, 0]
+
+    def deliveries(self) -> list[Delivery]:
+        return [
+            Delivery(
+                kind=index,
+                value=self.value_of(kind, node),
+                state_class=self.facts.classes.of[kind.name, "out", output],
+            )
+            for index, kind in enumerate(self.model.kinds.values())
+            for output, node in enumerate(kind.outputs)
+        ]
+
+    def state_classes(self) -> tuple[StateClass, ...]:
+        """States of each class: all in which members are produced or demanded, and that divide."""
+        classes = self.facts.classes
+        tensors: dict[int, TensorInfo] = {}
+        roles: dict[int, Role] = {}
+        states: dict[int, dict[State, None]] = {number: {} for number in range(classes.num)}
+        for name, kind in self.model.kinds.items():
+            for index, (node, role) in enumerate(zip(kind.placeholders, kind.roles, strict=True)):
+                number = classes.of[name, "in", index]
+                tensors[number], roles[number] = info(node).tensor, role
+                states[number].update(self.drafts[self.value_of(kind, node)].demanded)
+            for index, node in enumerate(kind.outputs):
+                number = classes.of[name, "out", index]
+                value = self.drafts[self.value_of(kind, node)]
+                tensors[number] = value.tensor
+                roles[number] = Role.ACTIVATION
+                states[number].update(value.states)
+        made: list[StateClass] = []
+        for number in range(classes.num):
+            chosen = self.class_states(number, roles[number], tensors[number], states[number])
+            made.append(self.state_class(number, roles[number], tensors[number], chosen))
+        for draft in self.drafts:
+            if draft.state_class is not None:
+                draft.states = dict.fromkeys(made[draft.state_class].states)
+        for delivery in self.deliveries():
+            draft = self.drafts[delivery.value]
+            draft.demanded.update(dict.fromkeys(made[delivery.state_class].states))
+        return tuple(made)
+
+    def class_states(
+        self, number: int, role: Role, tensor: TensorInfo, seen: Mapping[State, None]
+    ) -> tuple[State, ...]:
+        if number in (self.facts.classes.loss, self.facts.classes.weight):
+            return self.axis.loss_states(requires_grad=tensor.requires_grad)
+        pinned = self.axis.pinned(role, tensor)
+        if pinned is not None:
+            return pinned
+        whole = dict.fromkeys((normal_state(INVARIANT, tensor), normal_state(REPLICATED, tensor)))
+        found = [
+            state
+            for state in {**whole, **seen}
+            if self.axis.allows(state, tensor) and self.divides(state, tensor)
+        ]
+        if role is Role.PARAMETER:
+            found = [state for state in found if str(state) != "P"]
+        return tuple(found)
+
+    def divides(self, state: State, tensor: TensorInfo) -> bool:
+        size = self.coster.group.size
+        if not state.is_sharded or size == 1:
+            return True
+        shape = tensor.shape_at(self.coster.batch)
+        return shard_sizes(shape[state.dim], state.blocks, size) is not None
+
+    def state_class(
+        self, number: int, role: Role, tensor: TensorInfo, states: tuple[State, ...]
+    ) -> StateClass:
+        roles = {Role.PARAMETER: ClassRole.PARAMETER, Role.ACTIVATION: ClassRole.BOUNDARY}
+        members = len(self.facts.classes.parameters[number]) if role is Role.PARAMETER else 0
+        return StateClass(
+            role=roles.get(role, ClassRole.INPUT),
+            states=states,
+            step_s=tuple(
+                members * self.coster.parameter_step_seconds(tensor, state) for state in states
+            ),
+            numel=tuple(self.coster.numel(tensor, state) for state in states),
+            num_members=members,
+        )
+
+    def value(self, draft: _Draft) -> Value:
+        states, demanded = tuple(draft.states), tuple(draft.demanded)
+        moves: dict[tuple[int, int], MoveCost] = {
+            (i, j): self.coster.move(draft.tensor, source, target)
+            for i, source in enumerate(states)
+            for j, target in enumerate(demanded)
+        }
+        return Value(
+            kind=draft.kind,
+            node=draft.node,
+            result=draft.result,
+            states=states,
+            demanded=demanded,
+            moves=moves,
+            state_class=draft.state_class,
+        )
+
+    def op(self, index: int, kind: BlockKind, node: fx.Node) -> Op:
+        operands = tuple(self.value_of(kind, operand) for operand in operands_of(node))
+        results = tuple(
+            self.number[kind.name, node.name, result] for result in range(len(info(node).tensors))
+        )
+        options = []
+        for option in self.options[kind.name, node.name]:
+            seconds = self.coster.op(node, option)
+            if family_of(node) is Family.VIEW and len(operands) == 1:
+                for result, state in zip(results, option.results, strict=True):
+                    looked_at = (operands[0], option.operands[0])
+                    self.roots.setdefault(result, {}).setdefault(state, looked_at)
+            options.append(
+                OpOption(
+                    option=option,
+                    forward_s=seconds.forward_s,
+                    backward_s=seconds.backward_s,
+                    comm_s=seconds.comm_s,
+                    transient_bytes=self.coster.transient_bytes(node, option),
+                    held=self.held_by(index, node, option, operands, results),
+                )
+            )
+        return Op(
+            kind=index, node=node.name, operands=operands, results=results, options=tuple(options)
+        )
+
+    def held_by(
+        self,
+        index: int,
+        node: fx.Node,
+        option: Option,
+        operands: tuple[int, ...],
+        results: tuple[int, ...],
+    ) -> tuple[int, ...]:
+        """Numbers of the tensors that autograd keeps; a view is what it looks at."""
+        saved = saved_for_backward(node)
+        pairs = [(operands[i], option.operands[i]) for i in saved.operands]
+        pairs += [(results[i], option.results[i]) for i in saved.results]
+        numbers = dict.fromkeys(self.held_tensor(index, *self.root(*pair)) for pair in pairs)
+        if saved.own_bytes_per_element:
+            operand = info(operands_of(node)[0]).tensor
+            num = self.coster.numel(operand, option.operands[0]) * saved.own_bytes_per_element
+            numbers[len(self.held)] = None
+            self.held.append(Held(kind=index, num_bytes=num, moved=None))
+        return tuple(number for number in numbers if number >= 0)
+
+    def root(self, value: int, state: State) -> tuple[int, State]:
+        while state in self.roots.get(value, {}):
+            value, state = self.roots[value][state]
+        return value, state
+
+    def held_tensor(self, index: int, value: int, state: State) -> int:
+        """Its number; -1 for inputs and constants, which are there anyway."""
+        key = (value, state)
+        if key not in self.held_number:
+            draft = self.drafts[value]
+            moved: tuple[int, int] | None = None
+            if draft.state_class is not None:
+                role = self.role_of(draft)
+                if role in (Role.INPUT, Role.CONSTANT):
+                    return -1
+                if role is Role.PARAMETER:
+                    moved = (value, tuple(draft.demanded).index(state))
+            self.held_number[key] = len(self.held)
+            num_bytes = self.coster.bytes(draft.tensor, state)
+            self.held.append(Held(kind=index, num_bytes=num_bytes, moved=moved))
+        return self.held_number[key]
+
+    def role_of(self, draft: _Draft) -> Role:
+        kind = tuple(self.model.kinds.values())[draft.kind]
+        names = [node.name for node in kind.placeholders]
+        return kind.roles[names.index(draft.node)]

@@ -1,0 +1,216 @@
+"""The placement problem of one mesh axis, as data: which option each op takes, and what that costs.
+
+One copy of each kind of block. Symbols, used in the same way in ``build`` and in the docs:
+
+======================  =============================================================================
+``u[o, k]``             op *o* takes option *k*
+``x[v, s]``             value *v* is produced in state *s*
+``d[v, t]``             some consumer demands *v* in state *t*
+``z[v, s, t]``          *v* is produced in *s* and demanded in *t*: the move ``s → t`` is made
+``y[c, s]``             all values of class *c* have state *s*
+``h[q]``                the tensor *q* is held for backward
+======================  =============================================================================
+
+A *class* is a set of placeholders and block results that must agree: a parameter in all its uses, or
+an activation wherever blocks hand it on. A *value* is a result of an op, or a placeholder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from autopar.ir.placement import State
+from autopar.ir.rules.core import Option
+
+
+class ClassRole(Enum):
+    """What the members of a class are."""
+
+    PARAMETER = "parameter"
+    BOUNDARY = "boundary"
+    INPUT = "input"  # inputs and constants of the model
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCost:
+    """Seconds of a move in one micro-batch, and its bytes if the moved copy has to be kept."""
+
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateClass:
+    """Placeholders and results that have one state.
+
+    Attributes:
+        states: The states that they may have.
+        step_s: Seconds per step that a state costs (reduction of gradients), all members together.
+        numel: Elements of one member on a rank, by state.
+        num_members: Parameters of the class in the whole model (0 for other roles).
+    """
+
+    role: ClassRole
+    states: tuple[State, ...]
+    step_s: tuple[float, ...]
+    numel: tuple[int, ...]
+    num_members: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """A tensor of a kind: result ``result`` of node ``node``.
+
+    Attributes:
+        kind: Index of the kind.
+        states: The states in which it may be produced.
+        demanded: The states in which consumers may demand it.
+        moves: Cost of each (state, demanded state) by their indices.
+        state_class: Its class if it is a placeholder, else None.
+    """
+
+    kind: int
+    node: str
+    result: int
+    states: tuple[State, ...]
+    demanded: tuple[State, ...]
+    moves: Mapping[tuple[int, int], MoveCost]
+    state_class: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpOption:
+    """An option with its costs: seconds per micro-batch, of kernels and of collectives in it.
+
+    ``held`` are the tensors that autograd keeps when the op takes this option.
+    """
+
+    option: Option
+    forward_s: float
+    backward_s: float
+    comm_s: float
+    transient_bytes: int
+    held: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """A node that chooses an option. ``operands`` and ``results`` are indices of values."""
+
+    kind: int
+    node: str
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    options: tuple[OpOption, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A tensor in a state that may be kept for backward, counted once whoever keeps it.
+
+    ``moved`` is (value, demanded state) if only a moved copy costs bytes: parameters themselves
+    are accounted for elsewhere.
+    """
+
+    kind: int
+    num_bytes: int
+    moved: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """Block result: the value is handed on in the state of the class."""
+
+    kind: int
+    value: int
+    state_class: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """All choices on one axis, for one copy of each kind of block."""
+
+    axis: str
+    axis_size: int
+    kinds: tuple[str, ...]
+    counts: tuple[int, ...]
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    classes: tuple[StateClass, ...]
+    held: tuple[Held, ...]
+    deliveries: tuple[Delivery, ...]
+    class_of_placeholder: Mapping[tuple[str, str], int] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimit:
+    """A linear limit on bytes: Σ over kinds of copies · held bytes, plus bytes of parameters, ≤ ``num_bytes``.
+
+    Attributes:
+        copies: For each kind, blocks × micro-batches whose held tensors live at once.
+        parameter_bytes: For each class, bytes per element times the number of its members.
+    """
+
+    name: str
+    num_bytes: int
+    copies: tuple[float, ...]
+    parameter_bytes: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """The objective: Σ over kinds of ``forward`` · seconds forward + ``backward`` · seconds backward, plus
+    ``step`` · seconds once a step, plus ``held`` · bytes held (for problems that minimize memory),
+    plus Σ over classes of ``parameters`` · elements.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    step: float
+    held: tuple[float, ...]
+    parameters: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """What a solve found. ``choices`` is the option of each op, ``states`` the state of each class.
+
+    Attributes:
+        status: ``optimal``, ``feasible`` or ``infeasible``.
+        objective: Value of ``Weights`` in seconds; infinite when there is no solution.
+        bound: Proved lower bound of the objective.
+        seconds: Wall time of building and solving.
+    """
+
+    status: str
+    objective: float
+    bound: float
+    seconds: float
+    choices: tuple[int, ...]
+    states: tuple[int, ...]
+
+    @property
+    def gap(self) -> float:
+        """1 − bound / objective."""
+        return 0.0 if self.objective <= 0 else max(0.0, 1 - self.bound / self.objective)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindCost:
+    """What one block of a kind costs under a layout, per micro-batch.
+
+    Attributes:
+        forward_s, backward_s: Seconds, collectives of the axis included.
+        forward_comm_s, backward_comm_s: The part of the collectives.
+        held_bytes: What autograd keeps.
+        transient_bytes: The most that one op needs beside what is kept.
+    """
+
+    forward_s: float
+    backward_s: float
+    forward_comm_s: float
+    backward_comm_s: float
+    held_bytes: int
+    transient_bytes: int
