@@ -153,7 +153,7 @@ def chosen_options(
         PlacementError: Some node is not well-typed; the message names the op, its source line, the
             axis, the states and the options that it has.
     """
-    rules = kind_rules(kind)
+    rules = _with_patterns_of(kind_rules(kind), kind, layout, batch)
     found: dict[str, dict[str, Option]] = {name: {} for name in rules.rules}
     for node in kind.graph.nodes:
         if node.op != "get_attr":
@@ -175,19 +175,18 @@ def chosen_options(
             found[node.name][axis] = option
     for node in kind.graph.nodes:
         if is_op(node):
-            _check_shared_factors(node, found[node.name], rules.rules[node.name], degrees, batch)
-            require_compatible(node, found[node.name])
+            own = found[node.name]
+            reason = shared_factors_error(rules.rules[node.name], own, degrees=degrees, batch=batch)
+            if reason:
+                raise _error(node, reason)
+            require_compatible(node, own)
     return found
 
 
-def _check_shared_factors(
-    node: fx.Node,
-    options: Mapping[str, Option],
-    rule: Rule,
-    degrees: Mapping[str, int],
-    batch: int,
-) -> None:
-    """Axes that split the same factor divide it together."""
+def shared_factors_error(
+    rule: Rule, options: Mapping[str, Option], *, degrees: Mapping[str, int], batch: int
+) -> str | None:
+    """Why the axes that split the same factor do not divide it together; None when they do."""
     ranks: dict[str, int] = {}
     for axis, option in options.items():
         if option.factor is not None:
@@ -195,9 +194,27 @@ def _check_shared_factors(
     for factor, num_ranks in ranks.items():
         size = evaluate(rule.sizes[factor], batch)
         if size % num_ranks:
-            raise _error(
-                node, f"splits {factor}, of size {size}, over {num_ranks} ranks of all axes"
-            )
+            return f"splits {factor}, of size {size}, over {num_ranks} ranks of all axes"
+    return None
+
+
+def _with_patterns_of(
+    rules: KindRules, kind: BlockKind, layout: KindLayout, batch: int
+) -> KindRules:
+    """The rules, and the block structures that ``layout`` uses: a node that knew of one may have been
+    removed, and any structure is sound where all tensors of an op share it.
+    """
+    patterns = {size: set(known) for size, known in rules.patterns.items()}
+    for node in kind.graph.nodes:
+        if node.op in ("get_attr", "output") or node.name not in layout:
+            continue
+        for placement, tensor in zip(layout[node.name].results, info(node).tensors, strict=False):
+            for state in placement:
+                if len(state.blocks) > 1 and state.dim < len(tensor.shape):
+                    size = tensor.shape_at(batch)[state.dim]
+                    patterns.setdefault(size, set()).add(state.blocks)
+    frozen = {size: frozenset(known) for size, known in patterns.items()}
+    return KindRules(rules=rules.rules, patterns=frozen)
 
 
 def check_kind(
