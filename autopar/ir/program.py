@@ -8,6 +8,7 @@ A program is the same on every rank: ranks differ only in the axis groups that t
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -80,17 +81,21 @@ def axis_handle(graph: fx.Graph, axis: str) -> fx.Node:
         return graph.create_node("get_attr", name, name=name)
 
 
+_binding = threading.Lock()  # fx renames the nodes of a graph while it generates code from it
+
+
 def bind_axes(program: Program, groups: Mapping[str, AxisGroup]) -> Program:
     """The program of one rank: the same graphs in modules of its own, which hold the rank's groups.
 
     Args:
         groups: The group of each layout axis; an axis of one rank may be left out.
     """
-    kinds = {name: _bound(module, groups) for name, module in program.kinds.items()}
-    segments = tuple(
-        dataclasses.replace(segment, module=_with_kinds(segment.module, kinds))
-        for segment in program.segments
-    )
+    with _binding:
+        kinds = {name: _bound(module, groups) for name, module in program.kinds.items()}
+        segments = tuple(
+            dataclasses.replace(segment, module=_with_kinds(segment.module, kinds))
+            for segment in program.segments
+        )
     return dataclasses.replace(program, kinds=kinds, segments=segments)
 
 

@@ -188,3 +188,67 @@ def megatron(model: ModelGraph, *, sequence: bool = False) -> Pin:
         return INVARIANT
 
     return pin
+
+
+def anything(rng: random.Random) -> Choose:
+    """Any option, sharded ones as likely as all others together."""
+
+    def choose(node: fx.Node, options: Sequence[Option], given: Sequence[State]) -> Option:
+        split = [option for option in options if option.factor is not None]
+        return rng.choice(split if split and rng.random() < 0.5 else options)
+
+    return choose
+
+
+def random_pins(model: ModelGraph, mesh: Mesh, rng: random.Random, *, batch: int) -> Pin:
+    """Any placements of the values between blocks that all blocks of a kind can agree on."""
+    classes = _Classes()
+    for block in model.blocks:
+        first = next(other for other in model.blocks if other.kind == block.kind)
+        for own, other in zip(block.bindings, first.bindings, strict=True):
+            classes.unite(own, other)
+        for index in range(len(model.kind_of(block).outputs)):
+            classes.unite(activation(block.index, index), activation(first.index, index))
+    placements: dict[ValueId, Placement] = {}
+
+    def pin(value: ValueId, tensor: TensorInfo, axis: str) -> State:
+        root = classes.root(value)
+        if root not in placements:
+            sums = value in (model.loss, model.weight)
+            placements[root] = _draw(value, tensor, mesh, rng, batch, sums=sums)
+        return placements[root][LAYOUT_AXES.index(axis)]
+
+    return pin
+
+
+def _draw(
+    value: ValueId, tensor: TensorInfo, mesh: Mesh, rng: random.Random, batch: int, *, sums: bool
+) -> Placement:
+    """Any placement of one value; the loss and its weight are ``I`` or ``P``."""
+    placement: Placement = ()
+    for _ in LAYOUT_AXES:
+        states = [INVARIANT, PARTIAL] if sums else [INVARIANT, REPLICATED]
+        if not sums:
+            states += [PARTIAL] * (value.role is Role.ACTIVATION)
+            shards = [sharded(dim) for dim in range(len(tensor.shape))]
+            shards = [s for s in shards if can_place(tensor, (*placement, s), mesh, batch)]
+            states += [rng.choice(shards)] * len(states) if shards else []
+        placement = (*placement, rng.choice(states))
+    return placement
+
+
+class _Classes:
+    """Values that share a placement (union-find)."""
+
+    def __init__(self) -> None:
+        self.parents: dict[ValueId, ValueId] = {}
+
+    def root(self, value: ValueId) -> ValueId:
+        while value in self.parents:
+            value = self.parents[value]
+        return value
+
+    def unite(self, one: ValueId, other: ValueId) -> None:
+        left, right = self.root(one), self.root(other)
+        if left != right:
+            self.parents[left] = right
