@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -16,6 +16,7 @@ from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.flat import FlatGraph, refuse, source_of
+from autopar.capture.inline import inline
 from autopar.capture.meta import MetaClone, clone_to_meta
 from autopar.capture.sources import LossFn
 from autopar.ir.errors import CaptureError, InputError
@@ -49,15 +50,12 @@ def export_graph(
     clone = clone_to_meta(model, compute_dtype)
     program = _export(_WithLoss(clone.module, loss_fn, tuple(inputs)), inputs, compute_dtype)
     graph = program.graph
-    _attach_infos(graph)
     parameters = _logical_parameters(clone.module)
-    flat = FlatGraph(
-        graph=graph,
-        bindings={},
-        parameters=parameters,
-        inputs={},
-    )
+    flat = FlatGraph(graph=graph, bindings={}, parameters=parameters, inputs={})
+    _attach_infos(node for node in graph.nodes if node.op == "placeholder")
     _bind_placeholders(flat, program, clone, tuple(inputs))
+    inline(graph, program.graph_module, flat.bindings)
+    _attach_infos(node for node in graph.nodes if node.op != "placeholder")
     return flat
 
 
@@ -138,7 +136,7 @@ def _computing_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _export(
-    module: nn.Module, inputs: Mapping[str, Tensor], compute_dtype: torch.dtype
+    module: _WithLoss, inputs: Mapping[str, Tensor], compute_dtype: torch.dtype
 ) -> ExportedProgram:
     batch = Dim("b", min=1, max=_MAX_BATCH)
     # One tensor each: torch.export merges inputs that are the same object.
@@ -154,10 +152,10 @@ def _export(
     except CaptureError:
         raise
     except Exception as error:
-        raise _explain(error) from error
+        raise _explain(error, type(module.model).__qualname__) from error
 
 
-def _explain(error: Exception) -> CaptureError:
+def _explain(error: Exception, name: str) -> CaptureError:
     """The user's error for what ``torch.export`` raised."""
     text = str(error)
     where = _user_line(error)
@@ -169,9 +167,10 @@ def _explain(error: Exception) -> CaptureError:
             hint="compute with torch.where or masks instead of a Python branch on a tensor",
         )
     if "Constraints violated" in text or "ConstraintViolation" in kind:
+        fixed = re.search(r"specialized it to be a constant \((\d+)\)", text)
         return CaptureError(
-            "the model fixes the batch size: " + _first_line(text),
-            where=where,
+            f"the model fixes the batch size{f' at {fixed[1]}' if fixed else ''}",
+            where=where or name,
             hint="take sizes from the input (x.shape[0]) instead of writing them down",
         )
     return CaptureError(
@@ -198,11 +197,11 @@ def _user_line(error: BaseException) -> str | None:
     return found
 
 
-def _attach_infos(graph: fx.Graph) -> None:
-    """Give every node with a tensor value its ``NodeInfo``; no gradients yet."""
+def _attach_infos(nodes: Iterable[fx.Node]) -> None:
+    """Give nodes with a tensor value their ``NodeInfo``; no gradients yet."""
     rename = _SizeReader()
     sources: dict[str | None, str] = {}
-    for node in graph.nodes:
+    for node in nodes:
         value = node.meta.get("val")
         is_tuple = isinstance(value, tuple | list)
         values = value if is_tuple else (value,)

@@ -83,15 +83,19 @@ def argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
     return node.kwargs.get(name, default)
 
 
+_LIBRARY = re.compile(r"[/\\\\](torch|autopar)[/\\\\]")
+"""Files whose lines do not tell a user where in the model something happens."""
+
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in (\S+)')
 
 
 def source_of(stack_trace: str | None) -> str:
-    """The innermost line of a stack trace, as ``modeling_llama.py:123, in forward``."""
-    frames = _FRAME.findall(stack_trace or "")
+    """The model's innermost line of a stack trace, as ``modeling_llama.py:123, in forward``."""
+    frames: list[tuple[str, str, str]] = _FRAME.findall(stack_trace or "")
     if not frames:
         return ""
-    file, line, function = frames[-1]
+    own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
+    file, line, function = (own or frames)[-1]
     return f"{file.rsplit('/', 1)[-1]}:{line}, in {function}"
 
 

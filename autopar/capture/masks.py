@@ -18,7 +18,7 @@ from autopar.ir.shapes import call_at
 
 _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention.default
-_BAND_ENTRIES = 2**23
+_BAND_ENTRIES = 2**20
 
 
 def simplify_masks(flat: FlatGraph) -> None:

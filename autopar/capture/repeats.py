@@ -65,4 +65,9 @@ def _is_index(name: str) -> bool:
 
 
 def _look(nodes: Sequence[fx.Node]) -> int:
-    return hash(tuple((node.target, info(node).tensors) for node in nodes))
+    return hash(
+        tuple(
+            (node.target, *((tensor.shape, tensor.dtype) for tensor in info(node).tensors))
+            for node in nodes
+        )
+    )
