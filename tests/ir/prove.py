@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,11 +66,13 @@ def sample_node(sample: Sample) -> SampleNode:
     args = tuple(map(placeholder, sample.args))
     kwargs = {name: placeholder(value) for name, value in sample.kwargs.items()}
     node = graph.call_function(sample.target, args, kwargs)
-    # the local form of a whole op is the op itself, but for ops that draw random numbers
     results = _run(graph, node, tuple(values.values()), {})
     set_info(node, NodeInfo(tensors=tuple(map(_facts, results)), is_tuple=_is_tuple(sample)))
     operands = tuple(values[operand] for operand in operands_of(node))
-    return SampleNode(graph=graph, node=node, operands=operands, results=results)
+    whole = SampleNode(graph=graph, node=node, operands=operands, results=results)
+    # ops that draw random numbers have a local form of their own even where they are whole
+    local_graph, local = _localized(whole, {}, [tuple(result.shape) for result in results])
+    return replace(whole, results=_run(local_graph, local, operands, {}))
 
 
 def _is_tuple(sample: Sample) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -39,6 +39,11 @@ def unregister(*targets: object) -> None:
     """Forget what was registered for exactly these ``targets``."""
     for target in targets:
         _RULES.pop(target, None)
+
+
+def registered() -> Mapping[object, RuleFunction]:
+    """All targets that have a rule, each with the function that makes it."""
+    return dict(_RULES)
 
 
 def rule_of(node: fx.Node) -> Rule | None:
