@@ -1,0 +1,90 @@
+"""Which part of a batch a rank computes.
+
+Data rank d takes the d-th of ``dp`` equal runs of rows of the global batch, and its micro-batch m is the m-th run of
+``micro_batch_size`` rows of these. ``local=True`` batches hold these rows only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from autopar.ir.errors import InputError
+from autopar.ir.graph import BATCH, ModelGraph, Role, ValueId
+from autopar.ir.mesh import LAYOUT_AXES, Mesh
+from autopar.ir.moves import take_shard
+from autopar.ir.placement import Placement, sharded
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+
+
+class BatchSlicer:
+    """Cuts batches for one rank."""
+
+    def __init__(
+        self, program: Program, model: ModelGraph, plan: Plan, rank: int, device: torch.device
+    ) -> None:
+        self._program, self._model, self._batch = program, model, plan.batch
+        self._mesh: Mesh = plan.device_mesh()
+        self._at = self._mesh.coordinates(rank)
+        self._device = device
+
+    def input(
+        self, name: str, micro_batch: int, batch: Mapping[str, Tensor], *, local: bool
+    ) -> Tensor:
+        """This rank's part of an input for a micro-batch, on its device."""
+        tensor = batch[name]
+        placement = self._program.values[ValueId(Role.INPUT, name)].placement
+        info = self._model.inputs[name]
+        if not (info.shape and info.shape[0] == BATCH):
+            return self._shards(tensor, placement)
+        per_data_rank = self._batch.global_batch_size // self._mesh.dp
+        size = self._batch.micro_batch_size
+        start = micro_batch * size
+        if placement[0] == sharded(0):
+            if not local:
+                start += self._at["dp"] * per_data_rank
+            return self._shards(tensor[start : start + size], placement, from_axis=1)
+        rows = tensor.unflatten(0, (self._mesh.dp, per_data_rank))[:, start : start + size]
+        return self._shards(rows.flatten(0, 1), placement)
+
+    def constant(self, name: str) -> Tensor:
+        """This rank's part of a constant, on its device."""
+        placement = self._program.values[ValueId(Role.CONSTANT, name)].placement
+        return self._shards(self._model.constants[name], placement)
+
+    def check(self, batch: Mapping[str, Tensor], *, local: bool) -> None:
+        """Check names and numbers of rows.
+
+        Raises:
+            InputError: an input is missing or has another number of sequences than the plan.
+        """
+        expected = self._batch.global_batch_size // (self._mesh.dp if local else 1)
+        for name, info in self._model.inputs.items():
+            if name not in batch:
+                raise InputError(f"input {name} is missing in the batch")
+            tensor = batch[name]
+            if info.shape and info.shape[0] == BATCH and tensor.shape[0] != expected:
+                raise InputError(
+                    f"input {name} has {tensor.shape[0]} sequences, the plan {expected}",
+                    hint="local=True takes each data rank's own share" if not local else None,
+                )
+            placement = self._program.values[ValueId(Role.INPUT, name)].placement
+            if local and self._mesh.dp > 1 and placement[0] != sharded(0):
+                raise InputError(
+                    f"input {name} is not divided among data ranks", hint="pass the global batch"
+                )
+            wanted = [size for size in info.shape[1:] if isinstance(size, int)]
+            if len(wanted) == len(info.shape) - 1 and list(tensor.shape[1:]) != wanted:
+                raise InputError(
+                    f"input {name} has shape {tuple(tensor.shape)}, but was captured with {wanted} "
+                    "per sequence"
+                )
+
+    def _shards(self, tensor: Tensor, placement: Placement, from_axis: int = 0) -> Tensor:
+        for axis, state in list(zip(LAYOUT_AXES, placement, strict=True))[from_axis:]:
+            if state.is_sharded:
+                tensor = take_shard(tensor, state, self._at[axis], self._mesh.size(axis))
+        return tensor.to(self._device).contiguous()

@@ -1,0 +1,115 @@
+"""Which part of a logical parameter a rank holds: its shard over tensor parallelism, then a run of rows of that."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.ir.moves import assemble, take_shard
+from autopar.ir.placement import State, StateKind
+from autopar.runtime.communicator import Group
+
+_ALIGNMENT = 64
+"""Parameters start at multiples of this many elements, so that kernels find them aligned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterLayout:
+    """A parameter on this rank.
+
+    Attributes:
+        shape: Global.
+        tensor_state: State on the tensor axis.
+        local_shape: Of the tensor-parallel shard, which segments use; at least one dim (scalars get one).
+        num_shards: Ranks among which rows of the local shape are divided, in chunks of equal size; the last
+            chunks may be short or empty.
+        shard: Which of these this rank holds.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    tensor_state: State
+    local_shape: tuple[int, ...]
+    stages: tuple[int, ...]
+    num_shards: int
+    shard: int
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of a row."""
+        return math.prod(self.local_shape[1:])
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of a full chunk."""
+        return -(-self.local_shape[0] // self.num_shards)
+
+    @property
+    def rows(self) -> slice:
+        """This rank's rows of the local shape."""
+        first = min(self.shard * self.chunk_rows, self.local_shape[0])
+        return slice(first, min(first + self.chunk_rows, self.local_shape[0]))
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's shard."""
+        return (self.rows.stop - self.rows.start, *self.local_shape[1:])
+
+    @property
+    def chunk_numel(self) -> int:
+        """Elements of a full chunk, with padding to the alignment."""
+        return -(-self.chunk_rows * self.row_numel // _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def is_tensor_partial(self) -> bool:
+        """True if the gradient is a partial sum on each rank of the tensor axis."""
+        return self.tensor_state.kind is StateKind.REPLICATED
+
+    def take(self, whole: Tensor, tensor_group: Group) -> Tensor:
+        """This rank's shard of the global tensor."""
+        if self.tensor_state.is_sharded:
+            whole = take_shard(whole, self.tensor_state, tensor_group.rank, tensor_group.size)
+        return whole.reshape(self.local_shape)[self.rows]
+
+    def assemble(self, shard: Tensor, shard_group: Group, tensor_group: Group) -> Tensor:
+        """The global tensor, from all ranks' shards; every rank of the stage calls it."""
+        local = shard
+        if self.num_shards > 1:
+            padded = shard.new_zeros((self.chunk_rows, *self.local_shape[1:]))
+            padded[: shard.shape[0]] = shard
+            local = shard_group.all_gather(padded)[: self.local_shape[0]]
+        if self.tensor_state.is_sharded and tensor_group.size > 1:
+            gathered = tensor_group.all_gather(local.contiguous())
+            local = assemble(gathered.chunk(tensor_group.size), self.tensor_state)
+        return local.reshape(self.shape)
+
+    def add_to_chunks(self, chunks: Tensor, values: Tensor) -> None:
+        """Add a tensor of the local shape to ``chunks [num_shards, ≥ rows of a chunk × row]``, in place."""
+        for target, source in self._chunked(chunks, values):
+            target.add_(source)
+
+    def copy_from_chunks(self, values: Tensor, chunks: Tensor) -> None:
+        """Fill ``values``, of the local shape, from chunks."""
+        for source, target in self._chunked(chunks, values):
+            target.copy_(source)
+
+    def _chunked(self, chunks: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Equal-shaped views of both, which cover ``values``: the full chunks, and the short one."""
+        rows, num_rows = self.chunk_rows, self.local_shape[0]
+        values = values.reshape(num_rows, self.row_numel)
+        num_full, rest = divmod(num_rows, rows)
+        full = chunks[:num_full, : rows * self.row_numel].unflatten(1, (rows, self.row_numel))
+        views = [(full, values[: num_full * rows].unflatten(0, (num_full, rows)))]
+        if rest:
+            short = chunks[num_full, : rest * self.row_numel].unflatten(0, (rest, self.row_numel))
+            views.append((short, values[num_full * rows :]))
+        return views
+
+
+def master_dtype(compute_dtype: torch.dtype) -> torch.dtype:
+    """Type of trained parameters, gradients and optimizer state: float32, or wider where compute is wider."""
+    return torch.promote_types(compute_dtype, torch.float32)

@@ -1,0 +1,261 @@
+"""The parameters of a pipeline stage: its units, what each segment uses of them, and the end of a step.
+
+A parameter that several segments of the stage use is stored, gathered and reduced once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from autopar.ir.errors import InputError
+from autopar.ir.graph import ModelGraph
+from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS
+from autopar.ir.placement import State, StateKind, local_shape
+from autopar.ir.program import Program
+from autopar.runtime.communicator import Communicator, Work
+from autopar.runtime.parameter_layout import ParameterLayout, master_dtype
+from autopar.runtime.parameter_unit import ParameterUnit, UnitGroups
+
+_UnitKey = tuple[tuple[int, ...], tuple[int, ...], bool, torch.dtype, bool]
+"""Segments that use the unit, stages that have it, trained or not, compute type, partial on the data axis or not."""
+
+
+class ParameterStore:
+    """See the module.
+
+    Args:
+        program: What the ranks run.
+        model: The captured model.
+        communicator: Of this rank.
+        zero_stage: 0 stores whole parameters on every data rank, 1 to 3 shards over ``dp_shard``.
+        reduces_each: The schedule reduces after each backward instead of once a step.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        model: ModelGraph,
+        communicator: Communicator,
+        *,
+        zero_stage: int,
+        reduces_each: bool,
+    ) -> None:
+        self._communicator = communicator
+        self._reduces_each = reduces_each
+        self._stage = communicator.mesh.coordinates(communicator.rank)["pp"]
+        self._sharded = zero_stage > 0
+        self.stages = parameter_stages(program)
+        self.dtypes: Mapping[str, torch.dtype] = {
+            name: master_dtype(local.dtype) if local.requires_grad else local.dtype
+            for name, local in program.parameters.items()
+        }
+        self.kept_gradients: dict[str, Tensor] = {}
+        self.num_gathers: dict[int, int] = {}
+        self.num_reductions: dict[int, int] = {}
+        segments = [segment for segment in program.segments if segment.stage == self._stage]
+        self._units: dict[_UnitKey, ParameterUnit] = {}
+        self._units_of: dict[int, tuple[ParameterUnit, ...]] = {}
+        self._held: set[int] = set()
+        self._remaining_reductions: dict[int, int] = {}
+        self._pending: list[tuple[Iterator[Work], Work]] = []
+        users: dict[str, list[int]] = {}
+        for segment in segments:
+            for name in segment.parameters:
+                users.setdefault(name, []).append(segment.index)
+        members: dict[_UnitKey, list[ParameterLayout]] = {}
+        for name, used_by in users.items():
+            local = program.parameters[name]
+            is_partial = local.placement[0].kind is StateKind.REPLICATED
+            stages = self.stages[name]
+            key = (tuple(used_by), stages, local.requires_grad, local.dtype, is_partial)
+            members.setdefault(key, []).append(self._layout(name, program, model))
+        for key, layouts in members.items():
+            self._units[key] = self._make_unit(key, layouts)
+        for segment in segments:
+            self._units_of[segment.index] = tuple(
+                unit for key, unit in self._units.items() if segment.index in key[0]
+            )
+        self.layouts = {
+            layout.name: layout for unit in self._units.values() for layout in unit.layouts
+        }
+        self.parameters: Mapping[str, nn.Parameter] = {
+            name: parameter
+            for unit in self._units.values()
+            for name, parameter in unit.parameters.items()
+        }
+
+    @property
+    def ties(self) -> tuple[str, ...]:
+        """Trained parameters of this stage that other stages have too, in an order common to all stages."""
+        return tuple(
+            sorted(
+                name
+                for name, parameter in self.parameters.items()
+                if len(self.stages[name]) > 1 and parameter.requires_grad
+            )
+        )
+
+    def tensor(self, name: str) -> Tensor:
+        """The parameter as segments use it."""
+        return self._unit_of(name).tensors[name]
+
+    def start_gather(self, segment: int) -> None:
+        """Start to gather what ``segment`` uses and is not gathered yet."""
+        self.num_gathers[segment] = self.num_gathers.get(segment, 0) + 1
+        self._held.add(segment)
+        for unit in self._units_of[segment]:
+            unit.start_gather()
+
+    def finish_gather(self, segment: int) -> None:
+        """Wait until ``segment`` can be used."""
+        for unit in self._units_of[segment]:
+            unit.finish_gather()
+
+    def free(self, segment: int) -> None:
+        """Free what no other gathered segment uses."""
+        self._held.discard(segment)
+        for key, unit in self._units.items():
+            if segment in key[0] and self._held.isdisjoint(key[0]):
+                unit.free()
+
+    def start_reduce(self, segment: int) -> None:
+        """Start to reduce the gradients that ``segment``'s backward completed; earlier reductions go one step on."""
+        self.num_reductions[segment] = self.num_reductions.get(segment, 0) + 1
+        self._advance()
+        remaining = self._remaining_reductions
+        remaining[segment] -= 1
+        for key, unit in self._units.items():
+            if segment not in key[0] or not unit.trainable:
+                continue
+            is_last = all(remaining[user] == 0 for user in key[0])
+            if is_last or self._reduces_each:
+                self._start(unit.start_reduce(is_last=is_last))
+
+    def begin_step(self, num_reductions: Mapping[int, int]) -> None:
+        """Forget the last step. ``num_reductions`` says how often this step reduces each segment."""
+        self._held.clear()
+        self._remaining_reductions = dict(num_reductions)
+        self.num_gathers, self.num_reductions = {}, {}
+        self.drop_gradients()
+        for unit in self._units.values():
+            unit.outdate()
+
+    def finish_gradients(self) -> None:
+        """Wait for all reductions, and add up the gradients of parameters that other stages have too."""
+        while self._pending:
+            self._advance()
+        for name in self.ties:
+            group = self._communicator.tied_group(self.stages[name])
+            group.start_all_reduce(self._unit_of(name).gradient_of(name)).wait()
+        for unit in self._trained():
+            unit.attach_gradients()
+
+    def squared_norm(self) -> Tensor:
+        """This rank's part of the squared norm of all gradients, each element counted on one rank; float64."""
+        at = self._communicator.mesh.coordinates(self._communicator.rank)
+        total = torch.zeros((), dtype=torch.float64, device=self._communicator.device)
+        if at[REPLICATE_AXIS if self._sharded else DATA_AXIS] != 0:
+            return total
+        for key, unit in self._units.items():
+            if unit.trainable and self._stage == key[1][0]:
+                total += unit.sum_of_squares(only_tensor_sharded=at[TENSOR_AXIS] != 0)
+        return total
+
+    def keep_gradients(self) -> None:
+        """Keep copies of all gradients in ``kept_gradients``."""
+        self.kept_gradients = {
+            name: parameter.grad.clone()
+            for name, parameter in self.parameters.items()
+            if parameter.grad is not None
+        }
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients."""
+        for unit in self._trained():
+            assert unit.gradient is not None
+            unit.gradient.mul_(factor)
+
+    def drop_gradients(self) -> None:
+        """Free all gradients."""
+        self._pending.clear()
+        for unit in self._units.values():
+            unit.drop_gradients()
+
+    def free_all(self) -> None:
+        """Free everything that was gathered."""
+        for unit in self._units.values():
+            unit.free()
+
+    def _trained(self) -> Iterator[ParameterUnit]:
+        return (unit for unit in self._units.values() if unit.trainable)
+
+    def _start(self, reduction: Iterator[Work]) -> None:
+        work = next(reduction, None)
+        if work is not None:
+            self._pending.append((reduction, work))
+
+    def _advance(self) -> None:
+        pending, self._pending = self._pending, []
+        for reduction, work in pending:
+            work.wait()
+            self._start(reduction)
+
+    def _unit_of(self, name: str) -> ParameterUnit:
+        return next(unit for unit in self._units.values() if name in unit.tensors)
+
+    def _layout(self, name: str, program: Program, model: ModelGraph) -> ParameterLayout:
+        logical = model.parameters[name]
+        mesh = self._communicator.mesh
+        placement = program.parameters[name].placement
+        sizes = tuple(mesh.size(axis) for axis in LAYOUT_AXES)
+        data_state, tensor_state = placement
+        if data_state.is_sharded:
+            raise InputError(
+                f"parameter {name} is used {data_state} on the data axis",
+                hint="ZeRO shards parameters in storage; segments use whole ones",
+            )
+        shape = local_shape(logical.shape, placement, sizes)
+        return ParameterLayout(
+            name=name,
+            names=logical.names,
+            shape=logical.shape,
+            tensor_state=tensor_state,
+            local_shape=shape or (1,),
+            stages=self.stages[name],
+            num_shards=mesh.dp_shard if self._sharded else 1,
+            shard=self._communicator.group(SHARD_AXIS).rank if self._sharded else 0,
+        )
+
+    def _make_unit(self, key: _UnitKey, layouts: Sequence[ParameterLayout]) -> ParameterUnit:
+        group = self._communicator.group
+        return ParameterUnit(
+            sorted(layouts, key=lambda layout: _tensor_order(layout.tensor_state)),
+            trainable=key[2],
+            compute_dtype=key[3],
+            is_data_partial=key[4],
+            groups=UnitGroups(
+                shard=group(SHARD_AXIS) if self._sharded else None,
+                replicate=group(REPLICATE_AXIS if self._sharded else DATA_AXIS),
+                tensor=group(TENSOR_AXIS),
+            ),
+            device=self._communicator.device,
+        )
+
+
+def parameter_stages(program: Program) -> Mapping[str, tuple[int, ...]]:
+    """The stages that use each parameter, in order."""
+    stages: dict[str, set[int]] = {}
+    for segment in program.segments:
+        for name in segment.parameters:
+            stages.setdefault(name, set()).add(segment.stage)
+    return {name: tuple(sorted(found)) for name, found in stages.items()}
+
+
+def _tensor_order(state: State) -> int:
+    """Partial gradients first, sharded parameters last: both are runs of a unit's buffers."""
+    if state.is_sharded:
+        return 2
+    return 1 if str(state) == "I" else 0

@@ -1,0 +1,230 @@
+"""Parameters that the same segments use: stored as shards, gathered, freed and reduced together.
+
+All buffers are flat. A *shard buffer* holds one chunk of every parameter, one after the other; an all-gather of
+shard buffers gives ``[num_shards, shard numel]``, in which chunk i of every parameter is in row i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from autopar.runtime.communicator import Group, Work
+from autopar.runtime.parameter_layout import ParameterLayout, master_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitGroups:
+    """Groups over which a unit communicates.
+
+    ``shard`` gathers parameters and scatters gradients (None: every rank holds all), ``replicate`` sums gradients
+    after that, ``tensor`` sums those that are partial on the tensor axis.
+    """
+
+    shard: Group | None
+    replicate: Group
+    tensor: Group
+
+
+class ParameterUnit:
+    """See the module.
+
+    Args:
+        layouts: Parameters whose gradients are partial on the tensor axis first, those sharded on it last.
+        trainable: Whether they take gradients.
+        compute_dtype: Type in which segments use them. Frozen ones are stored in it too.
+        is_data_partial: Their gradients differ between data ranks and are summed; otherwise each has the sum.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[ParameterLayout],
+        *,
+        trainable: bool,
+        compute_dtype: torch.dtype,
+        is_data_partial: bool,
+        groups: UnitGroups,
+        device: torch.device,
+    ) -> None:
+        self.layouts = tuple(layouts)
+        self.trainable = trainable
+        self._is_data_partial = is_data_partial
+        self._groups = groups
+        self._dtype = compute_dtype
+        self._master_dtype = master_dtype(compute_dtype) if trainable else compute_dtype
+        self._num_shards = 1 if groups.shard is None else groups.shard.size
+        self._offsets = _offsets([layout.chunk_numel for layout in layouts])
+        self._shard_numel = self._offsets[-1]
+        self._master = torch.zeros(self._shard_numel, dtype=self._master_dtype, device=device)
+        self.parameters: Mapping[str, nn.Parameter] = {
+            layout.name: nn.Parameter(self._shard_view(self._master, index), requires_grad=trainable)
+            for index, layout in enumerate(layouts)
+        }
+        self._is_stored_whole = self._num_shards == 1 and self._master_dtype == compute_dtype
+        self._buffer = self._make_buffer(device)
+        self.tensors: Mapping[str, Tensor] = self._make_tensors()
+        self._gathering: tuple[Work, Tensor] | None = None
+        self._is_gathered = True
+        self.free()
+        self._accumulated: Tensor | None = None
+        self.gradient: Tensor | None = None
+
+    def start_gather(self) -> None:
+        """Start to bring all shards together; ``finish_gather`` gives ``tensors`` their values."""
+        if self._is_gathered or self._gathering is not None or self._num_shards == 1:
+            return
+        assert self._groups.shard is not None
+        shard = self._master.to(self._dtype)
+        gathered = shard.new_empty(self._num_shards * self._shard_numel)
+        self._gathering = (self._groups.shard.start_all_gather(gathered, shard), gathered)
+
+    def finish_gather(self) -> None:
+        """Wait for the gather. Tensors that autograd saved in forward see the same values again."""
+        if self._is_gathered:
+            return
+        versions = torch.autograd._unsafe_preserve_version_counter(self._buffer)
+        with torch.no_grad(), versions:
+            self._buffer.untyped_storage().resize_(self._buffer.numel() * self._buffer.itemsize)
+            if self._num_shards == 1:
+                self._buffer.copy_(self._master)
+            else:
+                assert self._gathering is not None, "gathered parameters are used without a gather"
+                work, gathered = self._gathering
+                work.wait()
+                chunks = gathered.view(self._num_shards, self._shard_numel)
+                for index, layout in enumerate(self.layouts):
+                    layout.copy_from_chunks(self._buffer_view(index), self._columns(chunks, index))
+        self._gathering = None
+        self._is_gathered = True
+
+    def free(self) -> None:
+        """Give the gathered tensors' memory back."""
+        if not self._is_stored_whole:
+            self.outdate()
+            self._buffer.untyped_storage().resize_(0)
+
+    def outdate(self) -> None:
+        """The shards changed: what was gathered is no longer true."""
+        self._is_gathered = self._is_stored_whole
+
+    def start_reduce(self, *, is_last: bool) -> Iterator[Work]:
+        """Reduce what was accumulated into ``gradient``: yields each communication, to be waited for by the caller.
+
+        Args:
+            is_last: No more gradients come in this step: sum over all remaining axes.
+        """
+        accumulated = self._take_accumulated()
+        if self._groups.shard is None or self._num_shards == 1:
+            reduced = accumulated
+        elif not self._is_data_partial:
+            reduced = accumulated.chunk(self._num_shards)[self._groups.shard.rank].clone()
+        else:
+            reduced = accumulated.new_empty(self._shard_numel)
+            yield self._groups.shard.start_reduce_scatter(reduced, accumulated)
+        del accumulated
+        self.gradient = reduced if self.gradient is None else self.gradient.add_(reduced)
+        if not is_last:
+            return
+        if self._is_data_partial and self._groups.replicate.size > 1:
+            yield self._groups.replicate.start_all_reduce(self.gradient)
+        num_partial = self._numel_where(lambda layout: layout.is_tensor_partial)
+        if self._groups.tensor.size > 1 and num_partial:
+            yield self._groups.tensor.start_all_reduce(self.gradient[:num_partial])
+
+    def gradient_of(self, name: str) -> Tensor:
+        """The chunk (with padding) of a parameter in ``gradient``."""
+        index = [layout.name for layout in self.layouts].index(name)
+        assert self.gradient is not None
+        return self.gradient[self._offsets[index] : self._offsets[index + 1]]
+
+    def attach_gradients(self) -> None:
+        """Make ``gradient`` the gradients of ``parameters``."""
+        assert self.gradient is not None
+        for index, parameter in enumerate(self.parameters.values()):
+            parameter.grad = self._shard_view(self.gradient, index)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients."""
+        self.gradient = self._accumulated = None
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def sum_of_squares(self, *, only_tensor_sharded: bool) -> Tensor:
+        """Of the gradient, in float64; on request without what other ranks of the tensor axis hold too."""
+        assert self.gradient is not None
+        start = 0
+        if only_tensor_sharded:
+            start = self._numel_where(lambda layout: not layout.tensor_state.is_sharded)
+        return torch.linalg.vector_norm(self.gradient[start:]).double().square()
+
+    def _accumulate(self, layout: ParameterLayout, index: int, tensor: Tensor) -> None:
+        gradient, tensor.grad = tensor.grad, None
+        assert gradient is not None
+        if self._accumulated is None:
+            self._accumulated = self._zeros()
+        chunks = self._accumulated.view(self._num_shards, self._shard_numel)
+        layout.add_to_chunks(self._columns(chunks, index), gradient)
+
+    def _take_accumulated(self) -> Tensor:
+        accumulated, self._accumulated = self._accumulated, None
+        return self._zeros() if accumulated is None else accumulated
+
+    def _zeros(self) -> Tensor:
+        return self._master.new_zeros(self._num_shards * self._shard_numel)
+
+    def _make_buffer(self, device: torch.device) -> Tensor:
+        """Where the gathered parameters lie."""
+        if self._is_stored_whole:
+            return self._master
+        starts = _offsets([layout.chunk_numel * self._num_shards for layout in self.layouts])
+        return torch.empty(starts[-1], dtype=self._dtype, device=device)
+
+    def _make_tensors(self) -> dict[str, Tensor]:
+        """Leaves of autograd in the buffer, whose gradients are accumulated as they come."""
+        tensors: dict[str, Tensor] = {}
+        for index, layout in enumerate(self.layouts):
+            tensor = self._buffer_view(index).detach().view(layout.local_shape)
+            if self.trainable:
+                tensor.requires_grad_()
+                tensor.register_post_accumulate_grad_hook(_Accumulate(self, layout, index))
+            tensors[layout.name] = tensor
+        return tensors
+
+    def _buffer_view(self, index: int) -> Tensor:
+        layout = self.layouts[index]
+        start = self._offsets[index] * self._num_shards
+        view = self._buffer[start : start + layout.local_shape[0] * layout.row_numel]
+        return view.view(layout.local_shape)
+
+    def _shard_view(self, flat: Tensor, index: int) -> Tensor:
+        layout, start = self.layouts[index], self._offsets[index]
+        num_rows = layout.shard_shape[0]
+        return flat[start : start + num_rows * layout.row_numel].view(layout.shard_shape)
+
+    def _columns(self, chunks: Tensor, index: int) -> Tensor:
+        return chunks[:, self._offsets[index] : self._offsets[index + 1]]
+
+    def _numel_where(self, predicate: Callable[[ParameterLayout], bool]) -> int:
+        """Length of the leading part of a shard buffer whose parameters fulfil ``predicate``."""
+        return sum(layout.chunk_numel for layout in self.layouts if predicate(layout))
+
+
+@dataclass(frozen=True, slots=True)
+class _Accumulate:
+    unit: ParameterUnit
+    layout: ParameterLayout
+    index: int
+
+    def __call__(self, tensor: Tensor) -> None:
+        self.unit._accumulate(self.layout, self.index, tensor)
+
+
+def _offsets(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Starts of parts of these sizes, and the end of the last."""
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + size)
+    return tuple(offsets)

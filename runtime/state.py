@@ -1,0 +1,239 @@
+"""Global tensors in and out of the ranks: initial values, whole parameters and gradients, checkpoints.
+
+A checkpoint holds global tensors (``parameters/<name>``, ``optimizer/<key>/<name>``, ``num_steps``), so that it does
+not depend on the plan that wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from autopar.ir.errors import InputError
+from autopar.ir.graph import ModelGraph
+from autopar.ir.mesh import DATA_AXIS, PIPELINE_AXIS, SHARD_AXIS, TENSOR_AXIS
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.parameter_layout import ParameterLayout
+from autopar.runtime.parameter_store import ParameterStore
+
+Optimizer = torch.optim.Optimizer
+
+_STEPS = "num_steps"
+_KEY_BYTES = 1024
+
+
+def load_parameters(
+    store: ParameterStore, communicator: Communicator, parameters: Mapping[str, Tensor]
+) -> None:
+    """Copy this rank's part of global tensors, given by any of the parameters' names."""
+    for layout in store.layouts.values():
+        whole = next((parameters[name] for name in layout.names if name in parameters), None)
+        if whole is None:
+            raise InputError(f"parameter {layout.name} is missing")
+        _fill(store.parameters[layout.name], whole, layout, communicator)
+
+
+def full_parameters(
+    store: ParameterStore, communicator: Communicator, model: ModelGraph
+) -> dict[str, Tensor]:
+    """Every parameter that the program uses, global, on every rank."""
+    return _all_whole(store, communicator, model, store.parameters.get)
+
+
+def full_gradients(
+    store: ParameterStore, communicator: Communicator, model: ModelGraph
+) -> dict[str, Tensor]:
+    """The kept gradients, global, on every rank."""
+    trained = {name for name in store.stages if model.parameters[name].requires_grad}
+    return _all_whole(store, communicator, model, store.kept_gradients.get, only=trained)
+
+
+def full_state(
+    store: ParameterStore,
+    communicator: Communicator,
+    model: ModelGraph,
+    optimizer: Optimizer | None,
+    num_steps: int,
+) -> dict[str, Tensor]:
+    """All that a checkpoint holds, on every rank, on the CPU."""
+    found = {
+        f"parameters/{name}": tensor.cpu()
+        for name, tensor in full_parameters(store, communicator, model).items()
+    }
+    trained = {name for name in store.stages if model.parameters[name].requires_grad}
+    for key in _agreed_keys(store, communicator, optimizer):
+        sharded = key.endswith("]")
+        plain = key.removesuffix("[]")
+
+        def part(name: str, plain: str = plain) -> Tensor | None:
+            return _optimizer_state(store, optimizer, name).get(plain)
+
+        whole = _all_whole(
+            store, communicator, model, part, only=trained, is_sharded=sharded
+        )
+        found |= {f"optimizer/{plain}/{name}": tensor.cpu() for name, tensor in whole.items()}
+    return found | {_STEPS: torch.tensor(num_steps)}
+
+
+def save(
+    path: Path,
+    store: ParameterStore,
+    communicator: Communicator,
+    model: ModelGraph,
+    optimizer: Optimizer | None,
+    num_steps: int,
+) -> None:
+    """Write a checkpoint; the ranks of a stage write its tensors in turn, each whole."""
+    mesh = communicator.mesh
+    at = mesh.coordinates(communicator.rank)
+    position = at[DATA_AXIS] * mesh.tp + at[TENSOR_AXIS]
+    own: dict[str, Tensor] = {}
+    for index, (name, layout) in enumerate(sorted(store.layouts.items())):
+        is_writer = index % (mesh.dp * mesh.tp) == position
+        is_writer = is_writer and layout.stages[0] == at[PIPELINE_AXIS]
+        parts = {f"parameters/{name}": store.parameters[name].detach()}
+        for key, value in _optimizer_state(store, optimizer, name).items():
+            parts[f"optimizer/{key}/{name}"] = value
+        for full_name, part in parts.items():
+            is_sharded = part.shape == store.parameters[name].shape
+            whole = _whole(part, layout, communicator) if is_sharded else part
+            if is_writer:
+                own[full_name] = whole.cpu().clone()
+    if communicator.rank == 0:
+        own[_STEPS] = torch.tensor(num_steps)
+    communicator.write_checkpoint(own, path)
+
+
+def load(
+    path: Path,
+    store: ParameterStore,
+    communicator: Communicator,
+    optimizer: Optimizer | None,
+) -> int:
+    """Read this rank's part of a checkpoint; returns its number of steps. Parameters are read one at a time."""
+    stored = _stored_tensors(path)
+    for name, layout in store.layouts.items():
+        parameter = store.parameters[name]
+        keys = [f"parameters/{name}"]
+        if optimizer is not None and parameter.requires_grad:
+            keys += [k for k in stored if k.startswith("optimizer/") and _owner(k) == name]
+        for key in keys:
+            if key not in stored:
+                raise InputError(f"the checkpoint has no parameter {name}", where=str(path))
+            whole = _read(path, key, stored[key])
+            if key.startswith("parameters/"):
+                _fill(parameter, whole, layout, communicator)
+                continue
+            assert optimizer is not None
+            state = optimizer.state[parameter]
+            if tuple(whole.shape) == layout.shape and whole.dim():
+                value = torch.empty_like(parameter, dtype=whole.dtype, requires_grad=False)
+                _fill(value, whole, layout, communicator)
+                state[_state_key(key)] = value
+            else:
+                state[_state_key(key)] = whole
+    return int(_read(path, _STEPS, stored[_STEPS]).item())
+
+
+def _fill(
+    target: Tensor, whole: Tensor, layout: ParameterLayout, communicator: Communicator
+) -> None:
+    if tuple(whole.shape) != layout.shape:
+        raise InputError(
+            f"parameter {layout.name} has shape {tuple(whole.shape)}, the model's {layout.shape}"
+        )
+    part = layout.take(whole.detach(), communicator.group(TENSOR_AXIS))
+    with torch.no_grad():
+        target.copy_(part)
+
+
+def _whole(part: Tensor, layout: ParameterLayout, communicator: Communicator) -> Tensor:
+    return layout.assemble(
+        part.detach(), communicator.group(SHARD_AXIS), communicator.group(TENSOR_AXIS)
+    )
+
+
+def _all_whole(
+    store: ParameterStore,
+    communicator: Communicator,
+    model: ModelGraph,
+    part_of: Callable[[str], Tensor | None],
+    *,
+    only: set[str] | None = None,
+    is_sharded: bool = True,
+) -> dict[str, Tensor]:
+    """Whole tensors by parameter, on every rank: assembled on the first stage that has them, then sent to all."""
+    stage = communicator.mesh.coordinates(communicator.rank)[PIPELINE_AXIS]
+    found: dict[str, Tensor] = {}
+    for name in sorted(store.stages if only is None else only):
+        part = part_of(name)
+        whole: Tensor | None = None
+        if part is not None:
+            whole = _whole(part, store.layouts[name], communicator) if is_sharded else part
+        if stage != store.stages[name][0] or whole is None:
+            shape = model.parameters[name].shape if is_sharded else ()
+            dtype = store.dtypes[name] if is_sharded else torch.float32
+            whole = torch.zeros(shape, dtype=dtype, device=communicator.device)
+        pipeline = communicator.group(PIPELINE_AXIS)
+        found[name] = pipeline.all_reduce(whole) if pipeline.size > 1 else whole.clone()
+    return found
+
+
+def _optimizer_state(
+    store: ParameterStore, optimizer: Optimizer | None, name: str
+) -> dict[str, Tensor]:
+    """Tensors of the optimizer's state of a parameter; plain numbers become tensors."""
+    if optimizer is None or name not in store.parameters:
+        return {}
+    state: Mapping[str, object] = optimizer.state.get(store.parameters[name], {})
+    return {
+        key: value if isinstance(value, Tensor) else torch.tensor(value)
+        for key, value in state.items()
+        if value is not None
+    }
+
+
+def _agreed_keys(
+    store: ParameterStore, communicator: Communicator, optimizer: Optimizer | None
+) -> tuple[str, ...]:
+    """Keys of the optimizer's state, also on a stage that trains nothing; sharded ones end in ``[]``."""
+    keys: set[str] = set()
+    for name, parameter in store.parameters.items():
+        for key, value in _optimizer_state(store, optimizer, name).items():
+            keys.add(f"{key}[]" if value.shape == parameter.shape else key)
+    text = "\n".join(sorted(keys)).encode().ljust(_KEY_BYTES, b"\0")
+    assert len(text) == _KEY_BYTES, "too many keys in the optimizer's state"
+    numbers = torch.tensor(list(text), dtype=torch.int32, device=communicator.device)
+    agreed = communicator.group(PIPELINE_AXIS).all_reduce(numbers, "max")
+    return tuple(bytes(agreed.tolist()).rstrip(b"\0").decode().split())
+
+
+def _stored_tensors(path: Path) -> Mapping[str, TensorStorageMetadata]:
+    try:
+        metadata = dcp.FileSystemReader(path).read_metadata()
+    except (OSError, dcp.api.CheckpointException) as error:
+        raise InputError(f"cannot read a checkpoint: {error}", where=str(path)) from None
+    return {
+        key: value
+        for key, value in metadata.state_dict_metadata.items()
+        if isinstance(value, TensorStorageMetadata)
+    }
+
+
+def _read(path: Path, key: str, stored: TensorStorageMetadata) -> Tensor:
+    tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+    dcp.load({key: tensor}, checkpoint_id=path, no_dist=True)
+    return tensor
+
+
+def _state_key(key: str) -> str:
+    return key.split("/", 2)[1]
+
+
+def _owner(key: str) -> str:
+    return key.split("/", 2)[2]

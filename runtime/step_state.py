@@ -1,0 +1,55 @@
+"""Tensors of one step: what segments received, made and still have to send, by (segment, micro-batch)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from autopar.runtime.communicator import Work
+
+Cell = tuple[int, int]
+"""Segment and micro-batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incoming:
+    """Tensors that come from another stage (``works`` in flight) or from a segment of the same stage."""
+
+    tensors: tuple[Tensor, ...]
+    works: tuple[Work, ...] = ()
+
+    def wait(self) -> tuple[Tensor, ...]:
+        for work in self.works:
+            work.wait()
+        return self.tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tape:
+    """What backward needs of a forward: received leaves, and for each result its edge (None: takes no gradient)."""
+
+    leaves: tuple[Tensor, ...]
+    edges: tuple[GradientEdge | None, ...]
+    seed: Tensor | None
+
+
+@dataclass(slots=True)
+class StepState:
+    """All that lives during a step and not after it."""
+
+    activations: dict[Cell, Incoming] = field(default_factory=dict)
+    gradients: dict[Cell, Incoming] = field(default_factory=dict)
+    tapes: dict[Cell, Tape] = field(default_factory=dict)
+    outgoing: dict[Cell, tuple[Tensor, ...]] = field(default_factory=dict)
+    outgoing_gradients: dict[Cell, tuple[Tensor, ...]] = field(default_factory=dict)
+    sends: list[Work] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+
+    def add_sends(self, works: Sequence[Work]) -> None:
+        """Keep sends in flight alive; those known to be done are dropped."""
+        self.sends = [work for work in self.sends if not work.is_done()]
+        self.sends.extend(works)

@@ -1,0 +1,250 @@
+"""Tiny models with plans for them, and what one device computes: the oracle of the runtime's tests."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.ir.graph import ModelGraph
+from autopar.ir.mesh import LAYOUT_AXES, Mesh
+from autopar.ir.plan import (
+    BatchPlan,
+    Certificate,
+    ClusterRef,
+    MeshPlan,
+    ModelRef,
+    ParameterPlan,
+    Plan,
+    PrecisionName,
+    Prediction,
+    RecomputeName,
+    ScheduleName,
+    SchedulePlan,
+    SegmentPlan,
+    TrainingPlan,
+    layout_text,
+)
+from tests.models import next_token_loss, tiny_gpt2, tiny_llama, tiny_transformer, token_batch
+from tests.passes.layouts import cheapest, choose_layout, megatron
+
+GLOBAL_BATCH = 8
+DTYPES: dict[PrecisionName, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """One way to run a tiny model. ``modular`` puts segment k on stage k mod p."""
+
+    name: str = "llama"
+    layers: int = 2
+    mesh: Mesh = field(default_factory=Mesh)
+    num_micro_batches: int = 2
+    schedule: ScheduleName = "1f1b"
+    zero_stage: int = 0
+    recompute: RecomputeName = "none"
+    precision: PrecisionName = "fp32"
+    optimizer: str = "sgd"
+    max_grad_norm: float | None = None
+    modular: bool = False
+    sequence: bool = False
+
+    def __str__(self) -> str:
+        degrees = "".join(
+            f"{axis}{self.mesh.size(axis)}"
+            for axis in ("pp", "dp_replicate", "dp_shard", "tp")
+            if self.mesh.size(axis) > 1
+        )
+        modular = "-modular" if self.modular else ""
+        return f"{self.name}-{degrees}-{self.schedule}{modular}-zero{self.zero_stage}-{self.recompute}"
+
+
+def make_module(name: str, layers: int, precision: PrecisionName) -> nn.Module:
+    """The model with real weights; in float64 for proofs, else in float32."""
+    if name == "llama":
+        module = tiny_llama(layers)[0]
+    elif name == "gpt2":
+        module = tiny_gpt2(layers)[0]
+    else:
+        module = tiny_transformer(layers)[0]
+    return module.double() if precision == "float64" else module
+
+
+@functools.cache
+def initial_parameters(name: str, layers: int, precision: PrecisionName) -> dict[str, Tensor]:
+    """The module's weights. Threads must not make modules: they share the random generator."""
+    module = make_module(name, layers, precision)
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def make_batch(name: str, *, seed: int, size: int = GLOBAL_BATCH) -> dict[str, Tensor]:
+    """A global batch."""
+    batch = token_batch(size, seed=seed)
+    if name == "transformer":
+        return {"tokens": batch["input_ids"], "targets": batch["labels"]}
+    return batch
+
+
+@functools.cache
+def make_model(name: str, layers: int, precision: PrecisionName) -> ModelGraph:
+    """The captured model."""
+    module = make_module(name, layers, precision)
+    return capture(
+        module,
+        make_batch(name, seed=0, size=2),
+        loss_fn=next_token_loss if name == "transformer" else None,
+        compute_dtype=DTYPES[precision],
+    )
+
+
+def make_plan(setup: Setup) -> Plan:
+    """A plan with Megatron's layout and one block per segment; nothing is predicted."""
+    model = make_model(setup.name, setup.layers, setup.precision)
+    mesh, num_blocks = setup.mesh, len(model.blocks)
+    micro_batch_size = GLOBAL_BATCH // (mesh.dp * setup.num_micro_batches)
+    pin = megatron(model, sequence=setup.sequence)
+    layout = choose_layout(
+        model, mesh, batch=micro_batch_size * mesh.dp, pin=pin, choose=cheapest
+    )
+    stages = [
+        block % mesh.pp if setup.modular else block * mesh.pp // num_blocks
+        for block in range(num_blocks)
+    ]
+    return Plan(
+        model=ModelRef(
+            name=model.name, source=None, seq_len=16, num_parameters=0, fingerprint=""
+        ),
+        cluster=ClusterRef(
+            hardware="cpu-local",
+            nodes=1,
+            gpus_per_node=mesh.num_ranks,
+            device="cpu",
+            backend="gloo",
+            fingerprint="",
+        ),
+        mesh=MeshPlan(
+            pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp
+        ),
+        batch=BatchPlan(
+            global_batch_size=GLOBAL_BATCH,
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=setup.num_micro_batches,
+        ),
+        schedule=SchedulePlan(
+            name=setup.schedule, recompute=setup.recompute, zero_stage=setup.zero_stage
+        ),
+        training=TrainingPlan(
+            precision=setup.precision,
+            optimizer=setup.optimizer,  # type: ignore[arg-type]
+            learning_rate=0.1 if setup.optimizer == "sgd" else 1e-2,
+            weight_decay=0.0 if setup.optimizer == "sgd" else 0.1,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            max_grad_norm=setup.max_grad_norm,
+            seed=0,
+        ),
+        pins={},
+        parameters={
+            name: ParameterPlan(
+                names=parameter.names,
+                shape=parameter.shape,
+                dtype=str(parameter.dtype),
+                requires_grad=parameter.requires_grad,
+                placement=(),
+                stages=(),
+            )
+            for name, parameter in model.parameters.items()
+        },
+        segments=tuple(
+            SegmentPlan(stage=stage, first_block=block, last_block=block)
+            for block, stage in enumerate(stages)
+        ),
+        layout_axes=LAYOUT_AXES,
+        layout=layout_text(layout),
+        moves=(),
+        certificate=Certificate(
+            status="feasible",
+            objective_s=1.0,
+            bound_s=1.0,
+            gap=0.0,
+            solve_s=0.0,
+            num_candidates=1,
+            num_solved=1,
+            statement="",
+        ),
+        prediction=Prediction(
+            step_s=1.0, mfu=0.0, tokens_per_s=0.0, model_flops=0.0, usable_bytes=0, ranks=()
+        ),
+        alternatives=(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What one device computes in some steps: losses, norms, the first step's gradients, final parameters."""
+
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    gradients: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
+
+
+@functools.cache
+def one_device(
+    name: str,
+    layers: int,
+    precision: PrecisionName,
+    optimizer: str,
+    max_grad_norm: float | None,
+    num_steps: int,
+) -> Expected:
+    """Train the user's module itself, whole batches at a time."""
+    module = make_module(name, layers, precision)
+    parameters = list(module.parameters())
+    stepper: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=0.1)
+    if optimizer == "adamw":
+        stepper = torch.optim.AdamW(
+            parameters, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+        )
+    losses: list[float] = []
+    grad_norms: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    for step in range(num_steps):
+        loss = module_loss(module, name, make_batch(name, seed=step))
+        loss.backward()
+        if step == 0:
+            gradients = {n: p.grad.clone() for n, p in module.named_parameters()}
+        limit = float("inf") if max_grad_norm is None else max_grad_norm
+        grad_norms.append(torch.nn.utils.clip_grad_norm_(parameters, limit).item())
+        stepper.step()
+        stepper.zero_grad()
+        losses.append(loss.item())
+    return Expected(
+        losses=tuple(losses),
+        grad_norms=tuple(grad_norms),
+        gradients=gradients,
+        parameters={n: p.detach().clone() for n, p in module.named_parameters()},
+    )
+
+
+def module_loss(module: nn.Module, name: str, batch: Mapping[str, Tensor]) -> Tensor:
+    """The loss of the user's model."""
+    if name == "transformer":
+        return next_token_loss(module(batch["tokens"]), batch)
+    return module(**batch).loss
+
+
+def expected_of(setup: Setup, num_steps: int) -> Expected:
+    """What one device computes for ``setup``; bf16 is compared with float32."""
+    precision: PrecisionName = "fp32" if setup.precision == "bf16" else setup.precision
+    return one_device(
+        setup.name, setup.layers, precision, setup.optimizer, setup.max_grad_norm, num_steps
+    )
