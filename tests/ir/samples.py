@@ -66,7 +66,7 @@ SAMPLES: dict[str, SampleMaker] = {}
 
 
 def sample(*names: str) -> Callable[[Any], Any]:
-    """Register a maker ``(source) -> Sample``, or ``(source, name)`` where there are several names."""
+    """Register a maker ``(source) -> Sample``, or ``(source, name)`` for several names."""
 
     def decorate(make: Any) -> Any:
         for name in names:

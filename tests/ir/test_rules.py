@@ -73,7 +73,7 @@ def test_options_on_two_axes_compute_what_the_op_computes(name: str) -> None:
 
 
 def test_every_rule_function_is_proved_on_some_op() -> None:
-    """Ops that share a function differ in nothing that it looks at, or have samples of their own."""
+    """Ops that share a function differ in nothing that it looks at, or have their own samples."""
     proved = {name.split()[0].split(".")[0] for name in SAMPLES}
     functions = {
         function: {
