@@ -14,6 +14,8 @@ def settle_idle_axes(layout: Layout, mesh: Mesh) -> Layout:
         return layout
 
     def settled(placement: Placement) -> Placement:
+        if len(placement) != len(idle):
+            return placement  # the type checker says what is wrong with it
         return tuple(
             INVARIANT if alone else state for state, alone in zip(placement, idle, strict=True)
         )

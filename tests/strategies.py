@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -81,8 +82,10 @@ class KindBuilder:
         dtype: torch.dtype = torch.float64,
         requires_grad: bool | None = None,
     ) -> fx.Node:
-        """A placeholder, before all calls; parameters and activations have gradients."""
-        node = self.graph.placeholder(name)
+        """A placeholder, after the others; parameters and activations have gradients."""
+        call = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
+        with self.graph.inserting_before(call) if call else contextlib.nullcontext():
+            node = self.graph.placeholder(name)
         self.roles.append(role)
         graded = (
             role in (Role.PARAMETER, Role.ACTIVATION) if requires_grad is None else requires_grad

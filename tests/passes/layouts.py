@@ -1,8 +1,8 @@
 """Well-typed layouts without a solver: chosen node by node, axis by axis, for tests.
 
-``choose_layout`` takes pinned states of the values between blocks and lets a ``choose`` function pick an option for each
-op: the cheapest one in order (``cheapest``), which turns pinned parameters into Megatron's layouts, or any one
-(``anything``), for random tests.
+``choose_layout`` takes pinned states of the values between blocks and lets a ``choose`` function pick
+an option for each op: the cheapest one in order (``cheapest``), which turns pinned parameters into
+Megatron's layouts, or any one (``anything``), for random tests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from autopar.ir.moves import Collective, backward_of, collective_of
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATED, Placement, State, sharded
 from autopar.ir.rules.core import Option
 from autopar.ir.rules.local import require_compatible
-from autopar.ir.typecheck import kind_options, outer_batch, placement_error
+from autopar.ir.rules.registry import rule_or_replicated
+from autopar.ir.typecheck import (
+    kind_options,
+    outer_batch,
+    placement_error,
+    shared_factors_error,
+)
 
 Pin = Callable[[ValueId, TensorInfo, str], State]
 """State of a value between blocks on an axis."""
@@ -78,7 +84,7 @@ def _choose_kind(
                 return all(
                     can_place(tensor, (*placement, state), mesh, batch)
                     for tensor, placement, state in triples
-                ) and _compatible(node, {**chosen[node], axis: option})
+                ) and _compatible(node, {**chosen[node], axis: option}, degrees, batch)
 
             options = [option for option in all_options[node.name] if fits(option)]
             option = choose(node, options, [states[operand][0] for operand in operands_of(node)])
@@ -104,7 +110,12 @@ def _with(placements: Sequence[Placement], states: Sequence[State]) -> list[Plac
     return [(*outer, state) for outer, state in zip(placements, states, strict=True)]
 
 
-def _compatible(node: fx.Node, options: Mapping[str, Option]) -> bool:
+def _compatible(
+    node: fx.Node, options: Mapping[str, Option], degrees: Mapping[str, int], batch: int
+) -> bool:
+    """Whether a node can have these options together."""
+    if shared_factors_error(rule_or_replicated(node), options, degrees=degrees, batch=batch):
+        return False
     try:
         require_compatible(node, options)
     except PlacementError:
@@ -120,8 +131,8 @@ def can_place(tensor: TensorInfo, placement: Placement, mesh: Mesh, batch: int) 
 
 
 def cheapest(node: fx.Node, options: Sequence[Option], given: Sequence[State]) -> Option:
-    """The option with least traffic of its operands, which leaves sharded parameters where they are; of these,
-    the one that computes least on each rank.
+    """The option with least traffic of its operands, which leaves sharded parameters where they are;
+    of these, the one that computes least on each rank.
     """
 
     def cost(option: Option) -> float:
@@ -159,35 +170,62 @@ def _elements(tensor: TensorInfo) -> int:
 
 
 def megatron(model: ModelGraph, *, sequence: bool = False) -> Pin:
-    """Data parallel on ``dp``; on ``tp`` Megatron's parameters, with activations ``I`` or sharded along the sequence.
+    """Data parallel on ``dp``; on ``tp`` the parameters of Megatron.
 
-    Columns first: a weight that is followed by one whose columns are split.
+    Between blocks activations are ``I`` on ``tp``, or sharded along the sequence.
     """
-    rows = ("o_proj.weight", "down_proj.weight", "c_proj.weight", "out.weight", "down.weight")
-    columns = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens")
-    columns += ("qkv", "up", "head", "tokens", "c_attn", "c_fc", "wte")
 
     def pin(value: ValueId, tensor: TensorInfo, axis: str) -> State:
         if value in (model.loss, model.weight):
             return PARTIAL if axis == DATA_AXIS else INVARIANT
         if axis == DATA_AXIS:
-            return sharded(0) if value.role in (Role.ACTIVATION, Role.INPUT) else REPLICATED
+            batched = value.role in (Role.ACTIVATION, Role.INPUT)
+            return sharded(0) if batched else REPLICATED
         if value.role is Role.ACTIVATION:
             return sharded(1) if sequence else INVARIANT
-        if value.role is not Role.PARAMETER:
-            return REPLICATED
-        if len(tensor.shape) < 2:
-            return REPLICATED if sequence else INVARIANT
-        conv1d = "c_" in value.name
-        if value.name.endswith(rows):
-            return sharded(0 if conv1d else 1)
-        if any(part in value.name.split(".") for part in columns):
-            return (
-                sharded(1, (1, 1, 1) if "c_attn" in value.name else (1,)) if conv1d else sharded(0)
-            )
-        return INVARIANT
+        if value.role is Role.PARAMETER and len(tensor.shape) > 1:
+            return _megatron_weight(value.name)
+        return REPLICATED if sequence or value.role is not Role.PARAMETER else INVARIANT
 
     return pin
+
+
+_ROWS = ("o_proj", "down_proj", "c_proj", "out", "down")
+_COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "qkv", "up", "c_attn", "c_fc")
+_VOCABULARY = ("embed_tokens", "lm_head", "tokens", "head", "wte")
+
+
+def _megatron_weight(name: str) -> State:
+    """How Megatron shards a matrix: by rows of its result, or by what it sums over."""
+    module = name.split(".")[-2]
+    conv1d = module.startswith("c_")  # stored as [in, out]
+    if module in _ROWS:
+        return sharded(0 if conv1d else 1)
+    if module == "c_attn":
+        return sharded(1, (1, 1, 1))
+    if module in ("qkv", "c_attn"):
+        return sharded(0, (1, 1, 1))
+    if module in _COLUMNS:
+        return sharded(1 if conv1d else 0)
+    return sharded(0) if module in _VOCABULARY else INVARIANT
+
+
+def replicated(model: ModelGraph) -> Layout:
+    """Everything ``I`` everywhere."""
+
+    def whole(count: int) -> tuple[Placement, ...]:
+        return ((INVARIANT,) * len(LAYOUT_AXES),) * count
+
+    return {
+        kind.name: {
+            node.name: NodeTyping(
+                operands=whole(len(operands_of(node))),
+                results=() if node.op == "output" else whole(len(info(node).tensors)),
+            )
+            for node in kind.graph.nodes
+        }
+        for kind in model.kinds.values()
+    }
 
 
 def anything(rng: random.Random) -> Choose:
