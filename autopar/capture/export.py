@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.flat import FlatGraph, refuse, source_of
 from autopar.capture.inline import inline
 from autopar.capture.meta import MetaClone, clone_to_meta
+from autopar.capture.once import NotClosedError, Once
 from autopar.capture.sources import LossFn
 from autopar.ir.errors import CaptureError, InputError
 from autopar.ir.graph import (
@@ -31,6 +33,8 @@ from autopar.ir.graph import (
     info,
     set_info,
 )
+
+_log = logging.getLogger(__name__)
 
 _ROOT = "model"
 _MAX_BATCH = 2**20
@@ -47,13 +51,28 @@ def export_graph(
     Raises:
         CaptureError: The model has data-dependent control flow, depends on the batch size, or is beyond export.
     """
-    clone = clone_to_meta(model, compute_dtype)
-    program = _export(_WithLoss(clone.module, loss_fn, tuple(inputs)), inputs, compute_dtype)
+    for trace_once in (True, False):
+        clone = clone_to_meta(model, compute_dtype)
+        wrapped = _WithLoss(clone.module, loss_fn, tuple(inputs))
+        once = Once(wrapped) if trace_once else None
+        program = _export(wrapped, once, inputs, compute_dtype)
+        try:
+            return _flatten(program, clone, once, tuple(inputs))
+        except NotClosedError:
+            _log.info("%s: a repeated module is not closed; tracing in full", type(model).__name__)
+    raise AssertionError("a model traced in full has no marks")
+
+
+def _flatten(
+    program: ExportedProgram, clone: MetaClone, once: Once | None, inputs: tuple[str, ...]
+) -> FlatGraph:
     graph = program.graph
     parameters = _logical_parameters(clone.module)
     flat = FlatGraph(graph=graph, bindings={}, parameters=parameters, inputs={})
     _attach_infos(node for node in graph.nodes if node.op == "placeholder")
-    _bind_placeholders(flat, program, clone, tuple(inputs))
+    placeholders = _bind_placeholders(flat, program, clone, inputs)
+    if once is not None:
+        once.expand(graph, placeholders)
     inline(graph, program.graph_module, flat.bindings)
     _attach_infos(node for node in graph.nodes if node.op != "placeholder")
     return flat
@@ -136,13 +155,16 @@ def _computing_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _export(
-    module: _WithLoss, inputs: Mapping[str, Tensor], compute_dtype: torch.dtype
+    module: _WithLoss,
+    once: Once | None,
+    inputs: Mapping[str, Tensor],
+    compute_dtype: torch.dtype,
 ) -> ExportedProgram:
     batch = Dim("b", min=1, max=_MAX_BATCH)
     # One tensor each: torch.export merges inputs that are the same object.
     example = {name: torch.empty_like(value) for name, value in inputs.items()}
     try:
-        with _computing_in(compute_dtype):
+        with _computing_in(compute_dtype), once.tracing() if once else contextlib.nullcontext():
             return torch.export.export(
                 module,
                 (example,),
@@ -262,11 +284,20 @@ def _logical_parameters(module: nn.Module) -> dict[str, Parameter]:
 
 def _bind_placeholders(
     flat: FlatGraph, program: ExportedProgram, clone: MetaClone, input_names: tuple[str, ...]
-) -> None:
-    """Bind placeholders to parameters (one for each group of tied ones), inputs and buffers."""
+) -> dict[int, fx.Node]:
+    """Bind placeholders to parameters (one for each group of tied ones), inputs and buffers.
+
+    Returns:
+        The placeholder of each parameter and buffer of the clone, by ``id``.
+    """
     owner = {
         name: parameter.name for parameter in flat.parameters.values() for name in parameter.names
     }
+    tensors = {
+        **dict(clone.module.named_parameters(remove_duplicate=False)),
+        **dict(clone.module.named_buffers(remove_duplicate=False)),
+    }
+    placeholder_of: dict[int, fx.Node] = {}
     first: dict[ValueId, fx.Node] = {}
     remaining = iter(input_names)
     inputs: dict[str, TensorInfo] = {}
@@ -286,6 +317,9 @@ def _bind_placeholders(
                 flat.constants[value.name] = _constant_value(spec.target, program, clone, node)
             case _:
                 raise refuse(node, f"the model uses a {spec.kind.name.lower()}", "use tensors only")
+        held = tensors.get((spec.target or "").removeprefix(_ROOT + "."))
+        if held is not None:
+            placeholder_of.setdefault(id(held), first.get(value, node))
         if value in first:
             node.replace_all_uses_with(first[value])
             flat.graph.erase_node(node)
@@ -293,6 +327,7 @@ def _bind_placeholders(
         first[value] = node
         flat.bindings[node] = value
     flat.inputs = inputs
+    return placeholder_of
 
 
 def _require_grad(node: fx.Node, requires_grad: bool) -> None:
