@@ -20,6 +20,7 @@ from autopar.ir.graph import (
     Role,
     Size,
     TensorInfo,
+    evaluate,
     info,
     set_info,
 )
@@ -90,7 +91,7 @@ class KindBuilder:
         graded = (
             role in (Role.PARAMETER, Role.ACTIVATION) if requires_grad is None else requires_grad
         )
-        sizes = [_PROBE if size == BATCH else size for size in shape]
+        sizes = [evaluate(size, _PROBE) for size in shape]
         value = torch.empty(sizes, dtype=dtype, device="meta")
         self._set(node, value.requires_grad_(graded and dtype.is_floating_point))
         return node

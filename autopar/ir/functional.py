@@ -76,7 +76,7 @@ class _VocabTokenLoss(torch.autograd.Function):
         return (total.log() - target_logit).masked_fill(~valid, 0).sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, local, mine, valid = ctx.saved_tensors
         hit = mine.unsqueeze(-1).to(softmax.dtype)
         logits_gradient = softmax.scatter_add(-1, local.unsqueeze(-1), -hit)

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from autopar.ir.errors import PlacementError
 from autopar.ir.graph import NodeInfo, Size, TensorInfo, info, set_info
 from autopar.ir.layout import operands_of
+from autopar.ir.mesh import LAYOUT_AXES
 from autopar.ir.moves import assemble, take_shard
 from autopar.ir.placement import Placement, StateKind, local_shape
 from autopar.ir.program import AXIS_HANDLE
@@ -117,7 +118,7 @@ def prove_jointly(sample: Sample, sizes: tuple[int, int]) -> int:
     """Try every pair of options on two axes that can be had together; the number of pairs."""
     whole = sample_node(sample)
     rule = rule_or_replicated(whole.node)
-    axes = dict(zip(("dp", "tp"), sizes, strict=True))
+    axes: dict[str, int] = dict(zip(LAYOUT_AXES, sizes, strict=True))
     tried = 0
     for pair in itertools.product(*(node_options(whole.node, rule, size) for size in sizes)):
         options = dict(zip(axes, pair, strict=True))

@@ -49,7 +49,7 @@ def test_dims_of_size_one_have_no_factors() -> None:
 
 @st.composite
 def reshapes(draw: st.DrawFn) -> tuple[list[Size], list[Size]]:
-    numbers = draw(st.lists(st.sampled_from([1, 2, 3, 4, 5, 6]), max_size=5))
+    numbers: list[int] = draw(st.lists(st.sampled_from([1, 2, 3, 4, 5, 6]), max_size=5))
     atoms: list[Size] = [*numbers]
     if draw(st.booleans()):
         atoms.insert(draw(st.integers(0, len(atoms))), BATCH)
@@ -57,7 +57,8 @@ def reshapes(draw: st.DrawFn) -> tuple[list[Size], list[Size]]:
     for _ in range(2):
         shape: list[Size] = []
         for atom in atoms:
-            if shape and draw(st.booleans()):
+            merged: bool = draw(st.booleans())
+            if shape and merged:
                 shape[-1] = shape[-1] * atom
             else:
                 shape.append(atom)

@@ -204,7 +204,7 @@ def model(
 ) -> tuple[ModelGraph, dict[str, dict[str, NodeTyping]]]:
     """Two residual blocks and a loss."""
     loss = loss_kind()
-    blocks = (
+    blocks: tuple[Block, ...] = (
         _block(0, "residual", (ValueId(Role.PARAMETER, "w0"), ValueId(Role.ACTIVATION, "3:0"))),
         _block(1, "residual", (ValueId(Role.PARAMETER, "w1"), activation(0, 0))),
         _block(2, "loss", (activation(1, 0), ValueId(Role.INPUT, "targets"))),

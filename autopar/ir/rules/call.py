@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from autopar.ir.graph import NodeInfo, Size, TensorInfo, info
 from autopar.ir.layout import operands_of
@@ -161,8 +161,8 @@ def _num_nodes(value: Any) -> int:
 @functools.lru_cache(maxsize=1024)
 def _signature(target: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Names of the arguments of ``target``, and the defaults of those that have one."""
-    if isinstance(target, torch._ops.OpOverload):
-        arguments = target._schema.arguments
+    if isinstance(target, OpOverload):
+        arguments = target._schema.arguments  # pyright: ignore[reportPrivateUsage]
         names = tuple(argument.name for argument in arguments)
         return names, {
             argument.name: argument.default_value

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from autopar.ir.rules.call import Call
 from autopar.ir.rules.core import Rule
@@ -68,7 +69,7 @@ def _nonlinear(node: fx.Node) -> Rule:
 @register(*(getattr(_aten, name) for name in _LINEAR))
 def _linear(node: fx.Node) -> Rule:
     call = Call(node)
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     linear = _LINEAR[node.target.overloadpacket.__name__]
     if call.argument_or("rounding_mode", None) is not None:
         linear = ()

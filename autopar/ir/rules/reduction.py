@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from autopar.ir.graph import Size
 from autopar.ir.rules.call import Call
 from autopar.ir.rules.core import Dim, Rule, TensorDims
 from autopar.ir.rules.registry import register
@@ -38,7 +39,7 @@ def wrapped(dims: Iterable[int], num_dims: int) -> tuple[int, ...]:
     return tuple(dim % num_dims if num_dims else 0 for dim in dims)
 
 
-def plain_dims(call: Call, whole: Iterable[int] = ()) -> tuple[TensorDims, dict[str, object]]:
+def plain_dims(call: Call, whole: Iterable[int] = ()) -> tuple[TensorDims, dict[str, Size]]:
     """A factor for each dim of the first operand, none for those in ``whole``; and their sizes."""
     shape = call.operands[0].shape
     sizes = {f"d{dim}": whole_size(size) for dim, size in enumerate(shape)}

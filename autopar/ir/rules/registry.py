@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from autopar.ir.graph import TensorInfo, info
 from autopar.ir.layout import operands_of
@@ -77,6 +77,6 @@ def _whole(tensor: TensorInfo) -> TensorDims:
 
 def _find(target: object) -> RuleFunction | None:
     found = _RULES.get(target)
-    if found is None and isinstance(target, torch._ops.OpOverload):
+    if found is None and isinstance(target, OpOverload):
         found = _RULES.get(target.overloadpacket)
     return found
