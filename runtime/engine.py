@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -30,7 +29,7 @@ from autopar.runtime.random_state import step_random_state
 from autopar.runtime.segment_runner import SegmentRunner, failing_op
 from autopar.runtime.step_state import Incoming, StepState, Tape
 
-_LOG = logging.getLogger(__name__)
+_CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,7 +351,7 @@ class Engine:
         if self.keep_gradients:
             self.store.keep_gradients()
         if limit is not None and not grad_norm <= limit:
-            self.store.scale_gradients(limit / grad_norm)
+            self.store.scale_gradients(min(1.0, limit / (grad_norm + _CLIP_EPS)))
         if self.optimizer is not None:
             self.optimizer.step()
         self.store.drop_gradients()

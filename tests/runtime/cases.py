@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import capture
+from autopar.capture import capture, run_reference
 from autopar.ir.graph import ModelGraph
 from autopar.ir.mesh import LAYOUT_AXES, Mesh
 from autopar.ir.plan import (
@@ -206,7 +206,10 @@ def one_device(
     max_grad_norm: float | None,
     num_steps: int,
 ) -> Expected:
-    """Train the user's module itself, whole batches at a time."""
+    """Train the user's module itself, whole batches at a time.
+
+    In float64 the captured model is run instead: Hugging Face's casts to float32 whatever its weights are.
+    """
     module = make_module(name, layers, precision)
     parameters = list(module.parameters())
     stepper: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -218,7 +221,14 @@ def one_device(
     grad_norms: list[float] = []
     gradients: dict[str, Tensor] = {}
     for step in range(num_steps):
-        loss = module_loss(module, name, make_batch(name, seed=step))
+        batch = make_batch(name, seed=step)
+        if precision == "float64":
+            model = make_model(name, layers, precision)
+            total, weight = run_reference(model, dict(module.named_parameters()), batch)
+            assert weight is not None
+            loss = total / weight
+        else:
+            loss = module_loss(module, name, batch)
         loss.backward()
         if step == 0:
             gradients = {n: p.grad.clone() for n, p in module.named_parameters()}

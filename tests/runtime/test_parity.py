@@ -1,0 +1,123 @@
+"""Every layout, ZeRO stage, schedule and recomputation computes what one device computes (ranks are threads)."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from autopar.ir.mesh import Mesh
+from tests.runtime.cases import Setup
+from tests.runtime.harness import assert_close, assert_parity, train_on_threads
+
+MESHES = (
+    Mesh(dp_shard=2, tp=2),
+    Mesh(pp=2, tp=2),
+    Mesh(pp=2, dp_shard=2),
+    Mesh(dp_shard=4),
+    Mesh(dp_replicate=2, dp_shard=2),
+)
+MODELS = ("llama", "gpt2", "transformer")
+
+GRID = [
+    Setup(
+        name=MODELS[index % 3],
+        mesh=mesh,
+        zero_stage=zero_stage,
+        schedule=schedule,
+        recompute=recompute,
+        sequence=index % 2 == 1,
+    )
+    for index, (mesh, zero_stage, schedule, recompute) in enumerate(
+        itertools.product(MESHES, range(4), ("1f1b", "layered"), ("none", "full"))
+    )
+]
+"""All combinations, with the three models and sequence parallelism in turn."""
+
+
+@pytest.mark.parametrize("setup", GRID, ids=str)
+def test_fp32_training_equals_one_device(setup: Setup):
+    for outcome in train_on_threads(setup):
+        assert_parity(setup, outcome, 3)
+
+
+MODULAR = [
+    Setup(name=name, layers=4, mesh=mesh, schedule="layered", zero_stage=zero, modular=True)
+    for name, mesh, zero in (
+        ("llama", Mesh(pp=2), 0),
+        ("gpt2", Mesh(pp=2, dp_shard=2), 3),
+        ("transformer", Mesh(pp=3), 1),
+    )
+]
+
+
+@pytest.mark.parametrize("setup", MODULAR, ids=str)
+def test_modular_pipelines_equal_one_device(setup: Setup):
+    assert_parity(setup, train_on_threads(setup)[0], 3)
+
+
+FLOAT64 = [
+    Setup(
+        name=name,
+        mesh=mesh,
+        zero_stage=zero_stage,
+        schedule=schedule,
+        precision="float64",
+        optimizer="adamw",
+        max_grad_norm=0.5,
+        num_micro_batches=2,
+    )
+    for name, mesh, zero_stage, schedule in (
+        ("llama", Mesh(dp_shard=2, tp=2), 3, "1f1b"),
+        ("gpt2", Mesh(pp=2, tp=2), 1, "layered"),
+        ("gpt2", Mesh(pp=2, dp_shard=2), 2, "1f1b"),
+        ("transformer", Mesh(dp_replicate=2, dp_shard=2), 3, "layered"),
+        ("llama", Mesh(dp_replicate=2, tp=2), 0, "1f1b"),
+    )
+]
+
+
+@pytest.mark.parametrize("setup", FLOAT64, ids=str)
+def test_adamw_with_clipping_equals_one_device_in_float64(setup: Setup):
+    for outcome in train_on_threads(setup):
+        assert_parity(setup, outcome, 3)
+
+
+BF16 = [
+    Setup(
+        name=name, mesh=mesh, zero_stage=zero, schedule="layered", precision="bf16", recompute="full"
+    )
+    for name, mesh, zero in (
+        ("llama", Mesh(dp_shard=2, tp=2), 3),
+        ("gpt2", Mesh(pp=2, dp_shard=2), 1),
+        ("llama", Mesh(dp_replicate=2), 0),
+    )
+]
+
+
+@pytest.mark.parametrize("setup", BF16, ids=str)
+def test_bf16_training_is_finite_and_near_fp32(setup: Setup):
+    assert_parity(setup, train_on_threads(setup)[0], 3)
+
+
+def test_ranks_agree_on_results_and_parameters():
+    outcomes = train_on_threads(Setup(name="gpt2", mesh=Mesh(pp=2, dp_shard=2), zero_stage=3))
+    for outcome in outcomes[1:]:
+        assert [r.loss for r in outcome.results] == [r.loss for r in outcomes[0].results]
+        assert_close(outcome.parameters, outcomes[0].parameters, 0.0)
+
+
+def test_more_micro_batches_than_stages_change_nothing():
+    setup = Setup(mesh=Mesh(pp=2, dp_shard=1), num_micro_batches=8, zero_stage=2)
+    assert_parity(setup, train_on_threads(setup)[0], 3)
+
+
+def test_num_tokens_counts_valid_tokens():
+    from tests.runtime.cases import make_batch
+
+    setup = Setup(name="transformer", mesh=Mesh(dp_shard=2))
+    (outcome, _) = train_on_threads(setup, 1)
+    valid = (make_batch("transformer", seed=0)["targets"] != -100).sum()
+    assert outcome.results[0].num_tokens == valid
+    torch.testing.assert_close(outcome.results[0].seconds > 0, True)
