@@ -15,7 +15,7 @@ from autopar.ir.rules.core import normal_state
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TypedKind:
-    """A kind of block and the placements of its nodes. Passes never change it: they return another."""
+    """A kind of block and the placements of its nodes. Passes make another, they change none."""
 
     kind: BlockKind
     layout: KindLayout
@@ -24,8 +24,9 @@ class TypedKind:
 class Pass(Protocol):
     """One rewrite. A pass is a frozen dataclass whose fields are its options.
 
-    Its docstring says what it requires and ensures. Its result is the very object that it was given where there is
-    nothing to change, so that ``result is typed`` says so; run twice, the second run changes nothing.
+    Its docstring says what it requires and ensures. Its result is the very object that it was given
+    where there is nothing to change, so that ``result is typed`` says so; run twice, the second run
+    changes nothing.
     """
 
     def __call__(self, typed: TypedKind) -> TypedKind:
@@ -49,5 +50,5 @@ def with_graph(kind: BlockKind, graph: fx.Graph) -> BlockKind:
 
 
 def normal_placement(placement: Placement, tensor: TensorInfo) -> Placement:
-    """``placement``, with ``I`` written ``R`` for tensors without gradient, which know no difference."""
+    """``placement``, with ``I`` written ``R`` for tensors without gradient."""
     return tuple(normal_state(state, tensor) for state in placement)

@@ -8,7 +8,7 @@ from autopar.ir.placement import INVARIANT, Placement
 
 
 def settle_idle_axes(layout: Layout, mesh: Mesh) -> Layout:
-    """Any layout → the same, with all states ``I`` on axes of one rank: well-typed there, and without moves."""
+    """Any layout → the same, with ``I`` on axes of one rank: well-typed there, without moves."""
     idle = tuple(mesh.size(axis) == 1 for axis in LAYOUT_AXES)
     if not any(idle):
         return layout

@@ -1,4 +1,4 @@
-"""Insert moves: what a consumer demands and its producer does not give is moved, once for all who demand it."""
+"""Insert moves: what readers demand otherwise than it is given is moved, once for all of them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from autopar.passes.base import TypedKind, copy_graph, normal_placement, with_gr
 class InsertMoves:
     """Every node's own typing holds → every operand is placed as its consumer demands.
 
-    A change on several axes becomes a path of one-axis moves, the cheapest legal one on ``mesh``. Consumers that demand
-    the same placement of a value share its moves, which stand before the first of them. Tensors without gradient
-    know no difference between ``I`` and ``R``, so that no move changes one into the other.
+    A change on several axes becomes a path of one-axis moves, the cheapest legal one on ``mesh``.
+    Consumers that demand the same placement of a value share its moves, which stand before the
+    first of them. Tensors without gradient know no difference between ``I`` and ``R``, so that no
+    move changes one into the other.
     """
 
     mesh: Mesh
@@ -62,7 +63,7 @@ class _Inserter:
         self.moved: dict[tuple[fx.Node, Placement], fx.Node] = {}
 
     def meet_demands(self, node: fx.Node) -> None:
-        """Replace the operands of ``node`` by moved ones where they are not placed as it demands."""
+        """Replace operands of ``node`` by moved ones where they are not placed as it demands."""
         own = set(operands_of(node))
         if not own:
             return
@@ -77,7 +78,7 @@ class _Inserter:
             self.moved[operands_of(node)[0], self.layout[node.name].results[0]] = node
 
     def placed(self, value: fx.Node, demanded: Placement, consumer: fx.Node) -> fx.Node:
-        """``value`` as ``demanded``: itself, or the last of its moves, made before ``consumer`` where missing."""
+        """``value`` as ``demanded``: itself, or the last of its moves made for ``consumer``."""
         given = self.layout[value.name].results[0]
         if _same(value, given, demanded):
             return value

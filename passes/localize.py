@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+
 from torch import fx
 
 from autopar.ir.errors import PlacementError
@@ -19,8 +20,8 @@ from autopar.passes.verify_shapes import verify_shapes
 def localize(typed: TypedKind, *, mesh: Mesh, batch: int) -> BlockKind:
     """The local form of a kind whose placements are met by moves.
 
-    Ops get their local form and every ``NodeInfo`` the shapes of one rank, as ints. The result is verified by running
-    it on meta tensors.
+    Ops get their local form and every ``NodeInfo`` the shapes of one rank, as ints. The result is
+    verified by running it on meta tensors.
 
     Args:
         batch: Sequences in the global micro-batch: micro-batch size × data ranks.

@@ -1,4 +1,4 @@
-"""Lower a model under a layout to the program that its ranks run: the order of the passes stands here."""
+"""Lower a model under a layout to what its ranks run: the order of the passes stands here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
+from autopar.ir.errors import InputError
 from autopar.ir.graph import ModelGraph, Role
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LAYOUT_AXES, Mesh
@@ -51,14 +52,17 @@ def lower(
     """The program that the ranks of ``mesh`` run, one graph for each kind of block.
 
     Args:
-        layout: A typing of every node of every kind: each node's own is well-typed; between nodes moves are inserted.
+        layout: A typing of every node of every kind: each node's own is well-typed; between nodes
+            moves are inserted.
         micro_batch_size: Sequences per data rank.
         segments: Runs of blocks with their stages, in order.
 
     Raises:
         PlacementError: The layout does not type-check, or a dim does not divide.
-        InputError: The segments are not runs that cover the model.
+        InputError: The segments are not runs that cover the model, or the micro-batch is empty.
     """
+    if micro_batch_size < 1:
+        raise InputError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
     batch = micro_batch_size * mesh.dp
     typed = place(model, layout, mesh=mesh, batch=batch)
     values = local_values(model, typed, mesh=mesh, batch=batch)

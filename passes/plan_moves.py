@@ -22,7 +22,8 @@ def plan_moves(
 ) -> tuple[MovePlan, ...]:
     """The moves inside the kinds of ``model``, in the order of kinds and nodes.
 
-    ``bytes`` are those of the larger end of a move, as one rank holds it. A value without gradient has no backward.
+    ``bytes`` are those of the larger end of a move, as one rank holds it. A value without gradient
+    has no backward.
 
     Raises:
         PlacementError: The layout does not type-check.

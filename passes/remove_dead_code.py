@@ -11,7 +11,7 @@ from autopar.passes.base import TypedKind, copy_graph, with_graph
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoveDeadCode:
-    """Nothing → every node but placeholders and the output has a user, and the layout has no other nodes.
+    """Any typed kind → all nodes but placeholders and the output have users.
 
     Ops of graphs are pure, and so are moves: ranks that skip one skip it together.
     """

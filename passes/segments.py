@@ -79,7 +79,7 @@ def _final_values(model: ModelGraph) -> tuple[ValueId, ...]:
 
 
 def _values_between(model: ModelGraph, cuts: Sequence[Cut]) -> list[tuple[ValueId, ...]]:
-    """Activations that cross each border of segments, in order of production; the last border is the step's end.
+    """Activations that cross the start of each segment, in order of production, and the end.
 
     A value crosses every border between its producer and its last reader.
     """

@@ -1,4 +1,4 @@
-"""The values that pass between blocks, as one rank holds them: each has one placement for all who touch it."""
+"""The values that pass between blocks, as one rank holds them: each has one placement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verify shapes: run a local graph on meta tensors and hold every result against what localizing promised."""
+"""Verify shapes: run a local graph on meta tensors and hold it against what was promised."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def verify_shapes(kind: BlockKind, mesh: Mesh) -> None:
     """Check the shape and dtype of every node of the local graph of ``kind``.
 
     Raises:
-        PlacementError: A node gives another shape than its ``NodeInfo`` says, or refuses its operands: the local form
+        PlacementError: A node gives another shape than its ``NodeInfo`` says, or refuses its
+            operands: the local form
             of its op is wrong.
     """
     groups = {AXIS_HANDLE.format(axis): ShapeGroup(axis, mesh.size(axis)) for axis in LAYOUT_AXES}
@@ -54,7 +55,8 @@ def _compare(node: fx.Node, value: Any, kind: str) -> None:
     for tensor, given in zip(expected, found, strict=True):
         if tuple(given.shape) != tensor.shape or given.dtype != tensor.dtype:
             raise PlacementError(
-                f"the local form of {node.name} in {kind} gives {given.dtype} {tuple(given.shape)}, "
+                f"the local form of {node.name} in {kind} gives {given.dtype} "
+                f"{tuple(given.shape)}, "
                 f"not {tensor.dtype} {tensor.shape}",
                 where=info(node).source,
             )

@@ -44,11 +44,11 @@ def move_path(
         requires_grad: Whether the duals of the steps run too.
     """
     counter = itertools.count()  # breaks ties by age: the same input gives the same path
-    queue = [(0.0, next(counter), source, ())]
+    queue: list[tuple[float, int, Placement, tuple[MoveStep, ...]]] = []
+    heapq.heappush(queue, (0.0, next(counter), source, ()))
     done: set[Placement] = set()
-    steps: tuple[MoveStep, ...]
     while queue:
-        cost, _, placement, steps = heapq.heappop(queue)  # type: ignore[assignment]
+        cost, _, placement, steps = heapq.heappop(queue)
         if placement == target:
             return steps
         if placement in done:
@@ -56,8 +56,8 @@ def move_path(
         done.add(placement)
         for step in _legal_steps(placement, source, target):
             if step.reached not in done:
-                seconds = cost + _cost(step, placement, axis_sizes, requires_grad=requires_grad)
-                heapq.heappush(queue, (seconds, next(counter), step.reached, (*steps, step)))  # type: ignore[arg-type]
+                total = cost + _cost(step, placement, axis_sizes, requires_grad=requires_grad)
+                heapq.heappush(queue, (total, next(counter), step.reached, (*steps, step)))
     raise AssertionError(f"no path from {source} to {target}")
 
 
@@ -80,7 +80,7 @@ def _legal_steps(placement: Placement, source: Placement, target: Placement) -> 
 
 
 def _divides(placement: Placement, source: Placement, target: Placement) -> bool:
-    """Whether each dim divides because its shardings are some of those that it has at either end."""
+    """Whether each dim divides: its shardings are some of those that it has at one end."""
     ends = [set(enumerate(source)), set(enumerate(target))]
     for dim in {state.dim for state in placement if state.is_sharded}:
         shardings = {(axis, state) for axis, state in enumerate(placement) if state.dim == dim}

@@ -1,4 +1,4 @@
-"""Move paths lead from any placement to any other, legally, and change neither value nor gradient."""
+"""Move paths lead from any placement to any other and keep value and gradient."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Run a program on ranks that are threads, and put the global loss and gradients together again.
 
-Segments run as on real ranks: what one receives is a leaf of its own autograd graph, and gradients go back from
-segment to segment.
+Segments run as on real ranks: what one receives is a leaf of its own autograd graph, and gradients
+go back from segment to segment.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def on_grid(
 
 
 def place(tensor: Tensor, placement: Placement, at: Sequence[ThreadGroup]) -> Tensor:
-    """One rank's part of a whole tensor, the outermost axis first. Partial sums get unequal terms."""
+    """One rank's part of a whole tensor; partial sums get unequal terms."""
     for state, group in zip(placement, at, strict=True):
         if state.is_sharded:
             tensor = take_shard(tensor, state, group.rank, group.size)

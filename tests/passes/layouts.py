@@ -1,8 +1,8 @@
 """Well-typed layouts without a solver: chosen node by node, axis by axis, for tests.
 
-``choose_layout`` takes pinned states of the values between blocks and lets a ``choose`` function pick
-an option for each op: the cheapest one in order (``cheapest``), which turns pinned parameters into
-Megatron's layouts, or any one (``anything``), for random tests.
+``choose_layout`` takes pinned states of the values between blocks and lets a ``choose`` function
+pick an option for each op: the cheapest one in order (``cheapest``), which turns pinned parameters
+into Megatron's layouts, or any one (``anything``), for random tests.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def can_place(tensor: TensorInfo, placement: Placement, mesh: Mesh, batch: int) 
 
 
 def cheapest(node: fx.Node, options: Sequence[Option], given: Sequence[State]) -> Option:
-    """The option with least traffic of its operands, which leaves sharded parameters where they are;
-    of these, the one that computes least on each rank.
+    """The option with least traffic of its operands, which leaves sharded parameters where they
+    are; of these, the one that computes least on each rank.
     """
 
     def cost(option: Option) -> float:

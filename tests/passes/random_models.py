@@ -1,4 +1,5 @@
-"""Random models as graphs: an embedding, layers of random ops with a skip from the embedding, a loss.
+"""Random models as graphs: an embedding, layers of random ops with a skip from the embedding, a
+loss.
 
 Sizes divide by 2, 3, 4 and products of two of them, so that most placements are possible.
 """
@@ -145,10 +146,11 @@ def random_model(
     Tied, the head uses the weight of the embedding.
     """
     body, shapes = _body(random.Random(seed), num_steps)
-    parameters = (
-        {"embed": (VOCAB, HIDDEN)} if tied else {k: (VOCAB, HIDDEN) for k in ("embed", "head")}
-    )
-    bindings = [("embed", "embed", (_parameter("embed"), ValueId(Role.INPUT, "ids")))]
+    names = ("embed",) if tied else ("embed", "head")
+    parameters: dict[str, tuple[int, ...]] = dict.fromkeys(names, (VOCAB, HIDDEN))
+    bindings: list[tuple[str, str, tuple[ValueId, ...]]] = [
+        ("embed", "embed", (_parameter("embed"), ValueId(Role.INPUT, "ids")))
+    ]
     for layer in range(layers):
         own = {f"layers.{layer}.{index}": shape for index, shape in enumerate(shapes)}
         parameters.update(own)

@@ -1,4 +1,4 @@
-"""Models with values, their loss and gradients on one device, and how close a program has to come."""
+"""Models with values, what one device makes of them, and how close a program has to come."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from tests.passes.random_models import random_model, random_values
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Case:
-    """A model graph in float64, whole parameters, a global micro-batch, and what one device makes of them."""
+    """A model graph in float64, whole parameters, a global micro-batch, and what one device makes
+    of them.
+    """
 
     model: ModelGraph
     parameters: Mapping[str, Tensor]
@@ -68,7 +70,9 @@ def _case(
 
 
 def assert_same(found: Outcome, expected: Outcome, *, tolerance: float = 1e-9) -> None:
-    """Loss and weight agree, and ‖Δg‖ ≤ tolerance · max(‖g‖, 1e-3 · the largest ‖g‖) for each gradient."""
+    """Loss and weight agree, and ‖Δg‖ ≤ tolerance · max(‖g‖, 1e-3 · the largest ‖g‖) for each
+    gradient.
+    """
     torch.testing.assert_close(found.loss, expected.loss, rtol=tolerance, atol=tolerance)
     assert found.weight == expected.weight
     largest = max(float(gradient.norm()) for gradient in expected.gradients.values())

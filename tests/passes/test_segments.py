@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
+from dataclasses import dataclass
 
 import pytest
 
@@ -18,7 +18,9 @@ from tests.passes.random_models import random_model
 
 
 def program_of(*bounds: tuple[int, int], tied: bool = True) -> Program:
-    """A model of an embedding, 3 layers (which read the embedding too) and a head, cut at ``bounds``."""
+    """A model of an embedding, 3 layers (which read the embedding too) and a head, cut at
+    ``bounds``.
+    """
     model = random_model(0, layers=3, tied=tied)
     segments = [
         SegmentPlan(stage=stage, first_block=first, last_block=last)
@@ -68,9 +70,16 @@ def test_segments_share_one_module_for_each_kind():
     assert all(module is program.kinds["body"] for module in modules)
 
 
+@dataclass(frozen=True)
+class Run:
+    stage: int
+    first_block: int
+    last_block: int
+
+
 def test_any_object_with_stage_and_blocks_cuts():
     model = random_model(0, layers=1)
-    cut = SimpleNamespace(stage=3, first_block=0, last_block=2)
+    cut = Run(stage=3, first_block=0, last_block=2)
     program = lower(model, replicated(model), mesh=Mesh(), micro_batch_size=12, segments=[cut])
     assert program.segments[0].stage == 3
 
