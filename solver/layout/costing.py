@@ -12,6 +12,7 @@ from autopar.ir.moves import Collective, backward_of, collective_of
 from autopar.ir.placement import State
 from autopar.ir.rules.core import Option
 from autopar.solver.costs.comm import Group, Links
+from autopar.solver.costs.families import Family, family_of
 from autopar.solver.costs.kernels import Kernels
 from autopar.solver.costs.work import backward_work, forward_work
 from autopar.solver.layout.problem import MoveCost
@@ -73,12 +74,18 @@ class Coster:
         return OpSeconds(forward + comm, backward, comm)
 
     def transient_bytes(self, node: fx.Node, option: Option) -> int:
-        """Operands and results, as the backward of the op has their gradients beside what is kept."""
+        """Operands and results, as the backward of the op has their gradients beside what is kept.
+
+        A loss has the logits twice more, in fp32: as they are and as their gradient.
+        """
         pairs = [
             *zip((info(operand).tensor for operand in operands_of(node)), option.operands, strict=True),
             *zip(info(node).tensors, option.results, strict=True),
         ]
-        return sum(self.bytes(t, s) for t, s in pairs if t.requires_grad)
+        total = sum(self.bytes(t, s) for t, s in pairs if t.requires_grad)
+        if family_of(node) is Family.LOSS:
+            total += 2 * self.bytes(*pairs[0])
+        return total
 
     def move(self, tensor: TensorInfo, source: State, target: State) -> MoveCost:
         """Seconds of ``source → target`` in a micro-batch, forward and backward."""

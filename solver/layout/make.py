@@ -76,6 +76,8 @@ class _Maker:
         self.held_number: dict[tuple[int, State], int] = {}
         self.roots: dict[int, dict[State, tuple[int, State]]] = {}
         self.options: dict[tuple[str, str], tuple[Option, ...]] = {}
+        self.matrices = self.matrix_classes()
+        self.uses = self.class_uses()
 
     def problem(self) -> Problem:
         for index, kind in enumerate(self.model.kinds.values()):
@@ -198,6 +200,28 @@ class _Maker:
             draft.demanded.update(dict.fromkeys(made[delivery.state_class].states))
         return tuple(made)
 
+    def matrix_classes(self) -> frozenset[int]:
+        """Classes of the parameters that a tensor axis shards: those with two dims or more.
+
+        Matrices that all ranks of the axis hold whole, each rank with its own tokens, are a plan
+        for a context axis.
+        """
+        return frozenset(
+            self.facts.classes.of[name, "in", index]
+            for name, kind in self.model.kinds.items()
+            for index, (node, role) in enumerate(zip(kind.placeholders, kind.roles, strict=True))
+            if role is Role.PARAMETER and len(info(node).tensor.shape) > 1
+        )
+
+    def class_uses(self) -> dict[int, int]:
+        """How many nodes read the placeholders of each class."""
+        found: dict[int, int] = {}
+        for name, kind in self.model.kinds.items():
+            for index, node in enumerate(kind.placeholders):
+                number = self.facts.classes.of[name, "in", index]
+                found[number] = found.get(number, 0) + len(node.users)
+        return found
+
     def class_states(
         self, number: int, role: Role, tensor: TensorInfo, seen: Mapping[State, None]
     ) -> tuple[State, ...]:
@@ -214,6 +238,8 @@ class _Maker:
         ]
         if role is Role.PARAMETER:
             found = [state for state in found if str(state) != "P"]
+            if number in self.matrices:
+                found = [state for state in found if state.is_sharded] or found
         return tuple(found)
 
     def divides(self, state: State, tensor: TensorInfo) -> bool:
@@ -244,6 +270,7 @@ class _Maker:
             (i, j): self.coster.move(draft.tensor, source, target)
             for i, source in enumerate(states)
             for j, target in enumerate(demanded)
+            if not self.used_as_stored(draft) or source == target
         }
         return Value(
             kind=draft.kind,
@@ -254,6 +281,12 @@ class _Maker:
             moves=moves,
             state_class=draft.state_class,
         )
+
+    def used_as_stored(self, draft: _Draft) -> bool:
+        """True for parameters with one use: their moves belong to the schedule, not to the graph."""
+        if draft.state_class is None or draft.state_class not in self.matrices:
+            return False
+        return self.uses[draft.state_class] == 1
 
     def op(self, index: int, kind: BlockKind, node: fx.Node) -> Op:
         operands = tuple(self.value_of(kind, operand) for operand in operands_of(node))
@@ -298,7 +331,7 @@ class _Maker:
             operand = info(operands_of(node)[0]).tensor
             num = self.coster.numel(operand, option.operands[0]) * saved.own_bytes_per_element
             numbers[len(self.held)] = None
-            self.held.append(Held(kind=index, num_bytes=num, moved=None))
+            self.held.append(Held(kind=index, num_bytes=num, tensor=-len(self.held) - 1, moved=None))
         return tuple(number for number in numbers if number >= 0)
 
     def root(self, value: int, state: State) -> tuple[int, State]:
@@ -320,7 +353,7 @@ class _Maker:
                     moved = (value, tuple(draft.demanded).index(state))
             self.held_number[key] = len(self.held)
             num_bytes = self.coster.bytes(draft.tensor, state)
-            self.held.append(Held(kind=index, num_bytes=num_bytes, moved=moved))
+            self.held.append(Held(kind=index, num_bytes=num_bytes, tensor=value, moved=moved))
         return self.held_number[key]
 
     def role_of(self, draft: _Draft) -> Role:

@@ -5,8 +5,8 @@ One copy of each kind of block. Symbols, used in the same way in ``build`` and i
 ======================  =============================================================================
 ``u[o, k]``             op *o* takes option *k*
 ``x[v, s]``             value *v* is produced in state *s*
-``d[v, t]``             some consumer demands *v* in state *t*
-``z[v, s, t]``          *v* is produced in *s* and demanded in *t*: the move ``s → t`` is made
+``w[c, s, t]``          consumer *c* takes its value, which is in state *s*, in state *t*
+``z[v, s, t]``          some consumer takes *v* so: the move ``s → t`` is made
 ``y[c, s]``             all values of class *c* have state *s*
 ``h[q]``                the tensor *q* is held for backward
 ======================  =============================================================================
@@ -110,12 +110,15 @@ class Op:
 class Held:
     """A tensor in a state that may be kept for backward, counted once whoever keeps it.
 
-    ``moved`` is (value, demanded state) if only a moved copy costs bytes: parameters themselves
-    are accounted for elsewhere.
+    Attributes:
+        tensor: Its value, or a negative number of its own for what only the op knows (a mask).
+        moved: (value, demanded state) if only a moved copy costs bytes: parameters themselves are
+            accounted for elsewhere.
     """
 
     kind: int
     num_bytes: int
+    tensor: int
     moved: tuple[int, int] | None
 
 
