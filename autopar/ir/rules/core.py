@@ -134,8 +134,8 @@ BlockPatterns = Mapping[int, frozenset[tuple[int, ...]]]
 
 
 MAX_BLOCKS = 8
-"""Dims are sharded in at most this many blocks, unless an op has them itself: more is never worth
-the copies that its moves need.
+"""Dims are sharded in at most this many blocks: more is never worth the copies that moves make, and
+would triple the options of attention (the features of 32 heads are 32 blocks of the hidden dim).
 """
 
 
@@ -186,7 +186,7 @@ def options_of(
             if shard_sizes(size, pattern, axis_size) is None:
                 continue
             option = _split(rule, factor, pattern)
-            if option is not None and _divides(option, operands, results, axis_size, batch):
+            if option is not None and _fits(option, operands, results, axis_size, batch):
                 found.append(option)
     num_operands, num_results = len(rule.operands), len(rule.results)
     found.append(Option(operands=(INVARIANT,) * num_operands, results=(INVARIANT,) * num_results))
@@ -195,7 +195,7 @@ def options_of(
         states = tuple(PARTIAL if index in linear else REPLICATED for index in range(num_operands))
         found.append(Option(operands=states, results=(PARTIAL,) * num_results))
     found.extend(
-        option for option in rule.extra if _divides(option, operands, results, axis_size, batch)
+        option for option in rule.extra if _fits(option, operands, results, axis_size, batch)
     )
     normal = (
         Option(
@@ -256,7 +256,7 @@ def _state_of(
     return rule.shard(dims[carrying[0]], carrying[0], factor, pattern)
 
 
-def _divides(
+def _fits(
     option: Option,
     operands: Sequence[TensorInfo],
     results: Sequence[TensorInfo],
@@ -266,7 +266,10 @@ def _divides(
     pairs = zip((*option.operands, *option.results), (*operands, *results), strict=True)
     return all(
         not state.is_sharded
-        or shard_sizes(evaluate(tensor.shape[state.dim], batch), state.blocks, axis_size)
-        is not None
+        or (
+            len(state.blocks) <= MAX_BLOCKS
+            and shard_sizes(evaluate(tensor.shape[state.dim], batch), state.blocks, axis_size)
+            is not None
+        )
         for state, tensor in pairs
     )
