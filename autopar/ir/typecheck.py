@@ -153,11 +153,11 @@ def chosen_options(
         PlacementError: Some node is not well-typed; the message names the op, its source line, the
             axis, the states and the options that it has.
     """
-    rules = _with_patterns_of(kind_rules(kind), kind, layout, batch)
-    found: dict[str, dict[str, Option]] = {name: {} for name in rules.rules}
     for node in kind.graph.nodes:
         if node.op != "get_attr":
             _check_typing(node, layout, degrees, batch)
+    rules = _with_patterns_of(kind_rules(kind), kind, layout, batch)
+    found: dict[str, dict[str, Option]] = {name: {} for name in rules.rules}
     for index, axis in enumerate(LAYOUT_AXES):
         options = kind_options(
             kind,
@@ -201,14 +201,20 @@ def shared_factors_error(
 def _with_patterns_of(
     rules: KindRules, kind: BlockKind, layout: KindLayout, batch: int
 ) -> KindRules:
-    """The rules, and the block structures that ``layout`` uses: a node that knew of one may have been
-    removed, and any structure is sound where all tensors of an op share it.
+    """The rules, and the block structures that ``layout`` uses.
+
+    A node that knew of one may have been removed since the layout was made, and any structure is
+    sound where all tensors of an op share it.
     """
     patterns = {size: set(known) for size, known in rules.patterns.items()}
     for node in kind.graph.nodes:
-        if node.op in ("get_attr", "output") or node.name not in layout:
+        typing = layout.get(node.name)
+        if typing is None:
             continue
-        for placement, tensor in zip(layout[node.name].results, info(node).tensors, strict=False):
+        tensors = [info(operand).tensor for operand in operands_of(node)]
+        results = () if node.op == "output" else info(node).tensors
+        placements = (*typing.operands, *typing.results)
+        for placement, tensor in zip(placements, (*tensors, *results), strict=True):
             for state in placement:
                 if len(state.blocks) > 1 and state.dim < len(tensor.shape):
                     size = tensor.shape_at(batch)[state.dim]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from autopar.ir.layout import Layout
@@ -49,6 +49,7 @@ def cuts(draw: st.DrawFn, num_blocks: int) -> list[SegmentPlan]:
 
 
 @given(model=seeds, layout=seeds, mesh=meshes, steps=st.integers(1, 6))
+@example(model=306, layout=2, mesh=Mesh(tp=2), steps=4)  # only a dead op knew of blocks
 def test_any_layout_gives_the_loss_and_gradients_of_one_device(
     model: int, layout: int, mesh: Mesh, steps: int
 ):
