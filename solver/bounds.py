@@ -1,0 +1,111 @@
+"""Lower bounds on a step's seconds, from what one stage has to do.
+
+For a stage s of p with M micro-batches, t, f and g its seconds per micro-batch (t = f + g, recompute in
+g) and w + 1 its forwards before the first backward (w = min(M, p − s) − 1 for 1F1B):
+
+(A) Σ_{s' < s} t + M · t_s
+    the first forward has to arrive, and the last backward has to leave
+(B) Σ_{s' ≠ s} t + M · t_s − w · f_s + messages down and up
+    1F1B: the first backward waits for all stages behind, while only w + 1 forwards may run
+(C) gathers and reductions that nothing can hide: the first block's gather and the last block's
+    reduction; in 1F1B all that exceeds the first forward, or the last backward
+(D) the communication stream: all gathers and reductions one after the other
+
+Every form is a sum over the blocks of the stage plus a constant, so that ``cuts`` finds the cuts that
+minimize the largest of them. With the exact times of a layout this guides the choice of cuts.
+With times that no layout is below it bounds every layout and every cut: each form is increasing
+in t, t − f and t − g, so that these three are what is bounded below (``StageTimes``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.solver.facts import Floats
+from autopar.solver.stages import Stager, run_maxima, run_sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageTimes:
+    """Seconds of each block per micro-batch.
+
+    Attributes:
+        both: Forward and backward, t (a lower bound of it).
+        forward: f = t − (lower bound of t − f).
+        backward: g = t − (lower bound of t − g).
+    """
+
+    both: Floats
+    forward: Floats
+    backward: Floats
+
+
+def exact_times(stager: Stager) -> StageTimes:
+    """The times of a layout."""
+    forward, backward = stager.costs.forward_s, stager.backward_s()
+    return StageTimes(both=forward + backward, forward=forward, backward=backward)
+
+
+class StageBounds:
+    """The bounds of all stages and runs of one candidate."""
+
+    def __init__(self, stager: Stager, times: StageTimes, fits: list[Floats] | None = None) -> None:
+        self.stager, self.times, self.fitting = stager, times, fits
+        self.total = float(times.both.sum())
+        self.run = run_sums(times.both)
+        self.before = np.concatenate([[0.0], np.cumsum(times.both)])[:-1, None]
+        self.extra, self.stream = self._communication()
+        self.messages = self._messages()
+
+    def __call__(self, stage: int) -> Floats:
+        """Matrix over runs: no step with this run as ``stage`` is faster; infinite where it does not fit."""
+        candidate = self.stager.candidate
+        num = candidate.num_micro_batches
+        bound = self.before + num * self.run  # (A)
+        if candidate.schedule == "1f1b":
+            ahead = min(num, candidate.pp - stage) - 1
+            waiting = self.total + (num - 1) * self.run - ahead * run_sums(self.times.forward)
+            bound = np.maximum(bound, waiting + self.messages)  # (B)
+        elif stage == candidate.pp - 1:
+            bound = np.maximum(bound, self.total + (num - 1) * self.run + self.messages)
+        bound = np.maximum(bound + self.extra, self.stream)  # (C), (D)
+        fits = self.stager.fits(stage) if self.fitting is None else self.fitting[stage]
+        return np.where(fits > 0, bound, np.inf)
+
+    def _messages(self) -> float:
+        """Seconds of the messages of one micro-batch through all stages and back, at the least."""
+        stager = self.stager
+        borders = stager.costs.border_bytes[1:]
+        if stager.candidate.pp == 1 or not len(borders):
+            return 0.0
+        least = float(borders.min())
+        return 2 * sum(stager.message_s(least, s) for s in range(stager.candidate.pp - 1))
+
+    def _communication(self) -> tuple[Floats, Floats]:
+        """(C) added to what a stage computes, and (D)."""
+        stager, candidate = self.stager, self.stager.candidate
+        gather, reduce = stager.gather_s(), stager.reduce_s()
+        gathers, reductions = run_sums(gather), run_sums(reduce)
+        first_gather, first_reduce = gather[:, None], reduce[:, None]
+        num, zero = candidate.num_micro_batches, candidate.zero_stage
+        if not candidate.per_block:
+            exposed, stream = gathers + reductions, gathers + reductions
+        else:
+            exposed = first_gather + first_reduce
+            stream = gathers + reductions
+            if candidate.schedule == "1f1b" and zero <= 1 and num >= candidate.pp + 1:
+                exposed = np.maximum(first_gather, gathers - run_sums(self.times.forward))
+                exposed = exposed + np.maximum(
+                    first_reduce, reductions - run_sums(self.times.backward)
+                )
+            elif zero == 3:
+                each = np.maximum(0.0, 2 * (gathers - run_maxima(gather)))
+                stream = each * (num if candidate.schedule == "1f1b" else 1)
+                stream += reductions * (num if candidate.schedule == "1f1b" else 1)
+            elif zero == 2 and candidate.schedule == "1f1b":
+                stream = gathers + num * reductions
+        optimizer = np.asarray(stager.optimizer_s(run_sums(stager.costs.numel)))
+        once = optimizer + run_sums(stager.costs.step_s)
+        return exposed + once, stream + once

@@ -1,0 +1,166 @@
+"""What a model costs block by block: at a tensor degree and micro-batch size, under a layout or at least."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.ir.graph import ModelGraph, Role, TensorInfo, info
+from autopar.solver.layout.classes import Classes
+from autopar.solver.layout.problem import KindCost, Problem
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlockCosts:
+    """Costs of every block, in order. All per micro-batch; bytes and elements are a rank's.
+
+    Attributes:
+        forward_s, backward_s: Without recomputation.
+        forward_comm_s, backward_comm_s: The part of the tensor axis's collectives.
+        held_bytes: What autograd keeps.
+        temporary_bytes: What the op that needs most has beside it.
+        input_bytes: The block's activations inputs: what recomputation starts from.
+        border_bytes: What passes from block ``i - 1`` and before to block ``i`` and after.
+        numel: Elements of parameters at their first use; ``shared_numel`` at every use.
+        step_s: Reductions over the tensor axis, once a step.
+        parameters: Local elements of each parameter by name, for each block.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    forward_comm_s: Floats
+    backward_comm_s: Floats
+    held_bytes: Floats
+    temporary_bytes: Floats
+    input_bytes: Floats
+    border_bytes: Floats
+    numel: Floats
+    shared_numel: Floats
+    step_s: Floats
+    parameters: tuple[Mapping[str, int], ...] = field(repr=False)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.forward_s)
+
+
+def layout_costs(
+    model: ModelGraph,
+    classes: Classes,
+    problem: Problem,
+    kinds: tuple[KindCost, ...],
+    states: tuple[int, ...],
+) -> BlockCosts:
+    """The costs of all blocks under a solution: ``kinds`` and the state of each class."""
+    chosen = {
+        number: (found.numel[state], found.step_s[state] / max(1, found.num_members))
+        for number, (found, state) in enumerate(zip(problem.classes, states, strict=True))
+        if state >= 0
+    }
+    return _block_costs(model, classes, kinds, chosen)
+
+
+def least_costs(
+    model: ModelGraph, classes: Classes, problem: Problem, kinds: tuple[KindCost, ...]
+) -> BlockCosts:
+    """What no layout is below: ``kinds`` are lower bounds, and every class has its smallest state."""
+    chosen = {
+        number: (min(found.numel), min(found.step_s) / max(1, found.num_members))
+        for number, found in enumerate(problem.classes)
+        if found.states
+    }
+    return _block_costs(model, classes, kinds, chosen)
+
+
+def least_kind_costs(problem: Problem) -> tuple[KindCost, ...]:
+    """For each kind: every op at its fastest, no moves, and every kept tensor at its smallest."""
+    num = len(problem.kinds)
+    forward, backward, held, temporary = [0.0] * num, [0.0] * num, [0] * num, [0] * num
+    kept: dict[int, int] = {}
+    for op in problem.ops:
+        forward[op.kind] += min(option.forward_s for option in op.options)
+        backward[op.kind] += min(option.backward_s for option in op.options)
+        smallest = min(option.transient_bytes for option in op.options)
+        temporary[op.kind] = max(temporary[op.kind], smallest)
+        tensors = [{problem.held[q].tensor for q in option.held} for option in op.options]
+        always = {tensor for tensor in set.intersection(*tensors) if tensor >= 0}
+        kept.update(dict.fromkeys(always, op.kind))
+        own = [
+            sum(problem.held[q].num_bytes for q in option.held if problem.held[q].tensor < 0)
+            for option in op.options
+        ]
+        held[op.kind] += min(own)
+    smallest_of: dict[int, int] = {}
+    for entry in problem.held:
+        size = 0 if entry.moved is not None else entry.num_bytes
+        smallest_of[entry.tensor] = min(smallest_of.get(entry.tensor, size), size)
+    for tensor, kind in kept.items():
+        held[kind] += smallest_of[tensor]
+    return tuple(
+        KindCost(
+            forward_s=forward[kind],
+            backward_s=backward[kind],
+            forward_comm_s=0.0,
+            backward_comm_s=0.0,
+            held_bytes=held[kind],
+            transient_bytes=temporary[kind],
+        )
+        for kind in range(num)
+    )
+
+
+def _block_costs(
+    model: ModelGraph,
+    classes: Classes,
+    kinds: tuple[KindCost, ...],
+    chosen: Mapping[int, tuple[int, float]],
+) -> BlockCosts:
+    order = {name: number for number, name in enumerate(model.kinds)}
+    costs = [kinds[order[block.kind]] for block in model.blocks]
+    num = len(costs)
+    numel, shared, step_s = np.zeros(num), np.zeros(num), np.zeros(num)
+    inputs, borders = np.zeros(num), np.zeros(num)
+    parameters: list[dict[str, int]] = [{} for _ in range(num)]
+    seen: set[str] = set()
+    passes: dict[str, tuple[int, int, int]] = {}
+    for block in model.blocks:
+        kind = model.kind_of(block)
+        for index, (node, value) in enumerate(zip(kind.placeholders, block.bindings, strict=True)):
+            elements, seconds = chosen.get(classes.of[block.kind, "in", index], (0, 0.0))
+            if value.role is Role.PARAMETER:
+                parameters[block.index][value.name] = elements
+                shared[block.index] += elements
+                if value.name not in seen:
+                    seen.add(value.name)
+                    numel[block.index] += elements
+                    step_s[block.index] += seconds
+            elif value.role is Role.ACTIVATION:
+                num_bytes = _bytes(info(node).tensor, elements)
+                inputs[block.index] += num_bytes
+                producer, _ = model.producer(value)
+                passes[value.name] = (producer, block.index, num_bytes)
+    for producer, last, num_bytes in passes.values():
+        borders[producer + 1 : last + 1] += num_bytes
+    return BlockCosts(
+        forward_s=np.array([cost.forward_s for cost in costs]),
+        backward_s=np.array([cost.backward_s for cost in costs]),
+        forward_comm_s=np.array([cost.forward_comm_s for cost in costs]),
+        backward_comm_s=np.array([cost.backward_comm_s for cost in costs]),
+        held_bytes=np.array([float(cost.held_bytes) for cost in costs]),
+        temporary_bytes=np.array([float(cost.transient_bytes) for cost in costs]),
+        input_bytes=inputs,
+        border_bytes=borders,
+        numel=numel,
+        shared_numel=shared,
+        step_s=step_s,
+        parameters=tuple(parameters),
+    )
+
+
+def _bytes(tensor: TensorInfo, elements: int) -> int:
+    return elements * tensor.dtype.itemsize

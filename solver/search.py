@@ -1,0 +1,293 @@
+"""Best-first search over candidates, with a bound for each: the incumbent and what is proved of it.
+
+A candidate is refined in three steps, each when its bound is the lowest of all:
+
+1. a scalar bound from rooflines (every op at its fastest, work spread evenly over stages);
+2. the bound of ``bounds`` at the fastest layout of each kind, over all stage cuts by dynamic
+   programming, runs that provably exceed memory left out;
+3. solved: the fastest layout, the best cuts for it, and the simulator.
+
+The search ends when no bound is below the best simulated step, or after a fixed number of solved
+candidates. What is then proved is the lowest bound of all candidates, solved ones included.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.ir.schedule import Schedule
+from autopar.ir.schedules import make_schedule
+from autopar.solver.bounds import StageBounds, exact_times
+from autopar.solver.candidates import Candidate
+from autopar.solver.costs.memory import Itemsizes
+from autopar.solver.cuts import best_cuts
+from autopar.solver.facts import BlockCosts
+from autopar.solver.hardware import Cluster
+from autopar.solver.layout.make import ModelFacts
+from autopar.solver.layout.problem import MemoryLimit, Solution
+from autopar.solver.settings import Setting, make_setting
+from autopar.solver.simulate import SegmentTimes, Simulation, simulate
+from autopar.solver.stages import Stager
+
+Progress = Callable[[str], None]
+
+MAX_SOLVED = 48
+"""Work limit of the search, in solved candidates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Solved:
+    """A candidate with its layout, cuts and simulated step."""
+
+    candidate: Candidate
+    solution: Solution
+    setting: Setting
+    stager: Stager
+    cuts: tuple[int, ...]
+    segments: tuple[tuple[int, int, int], ...]  # stage, first block, last block
+    schedule: Schedule
+    times: SegmentTimes
+    simulation: Simulation
+
+    @property
+    def step_s(self) -> float:
+        return self.simulation.step_s
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SearchResult:
+    """The best solved candidate (None when nothing fits), the bound of all, and how far it was looked.
+
+    ``unfit`` are candidates that were proved not to fit; ``unsettled`` ones neither proved nor
+    solved.
+    """
+
+    best: Solved | None
+    bound_s: float
+    solved: list[Solved]
+    bounds: dict[Candidate, float]
+    num_candidates: int
+    unsettled: list[Candidate] = field(default_factory=list)
+
+
+class Search:
+    """Searches ``candidates`` for the fastest step."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        cluster: Cluster,
+        sizes: Itemsizes,
+        progress: Progress | None = None,
+    ) -> None:
+        self.facts, self.cluster, self.sizes = facts, cluster, sizes
+        self.progress = progress or (lambda _: None)
+        self.settings: dict[tuple[int, int], Setting] = {}
+
+    def run(self, candidates: Sequence[Candidate]) -> SearchResult:
+        """The fastest candidate, and a bound on all of them."""
+        result = SearchResult(
+            best=None, bound_s=math.inf, solved=[], bounds={}, num_candidates=len(candidates)
+        )
+        queue: list[tuple[float, int, int]] = []
+        for number, candidate in enumerate(candidates):
+            heapq.heappush(queue, (self.scalar_bound(candidate), number, 1))
+        while queue and len(result.solved) < MAX_SOLVED:
+            bound, number, step = queue[0]
+            if not math.isfinite(bound) or (result.best and bound >= result.best.step_s):
+                break
+            heapq.heappop(queue)
+            candidate = candidates[number]
+            if step == 1:
+                heapq.heappush(queue, (max(bound, self.bound(candidate)), number, 2))
+                continue
+            result.bounds[candidate] = bound
+            self.progress(f"solving {candidate}")
+            solved = self.solve(candidate)
+            if solved is None:
+                result.unsettled.append(candidate)
+                continue
+            result.solved.append(solved)
+            if result.best is None or solved.step_s < result.best.step_s:
+                result.best = solved
+        lowest = [bound for bound, _, _ in queue] + list(result.bounds.values())
+        if result.best is not None:
+            lowest.append(result.best.step_s)
+        result.bound_s = min(lowest, default=math.inf)
+        return result
+
+    def setting(self, candidate: Candidate) -> Setting:
+        key = (candidate.tp, candidate.micro_batch_size)
+        if key not in self.settings:
+            self.settings[key] = make_setting(
+                self.facts, self.cluster, tp=key[0], micro_batch_size=key[1]
+            )
+        return self.settings[key]
+
+    def stager(self, candidate: Candidate, costs: BlockCosts) -> Stager:
+        return Stager(self.cluster, candidate, costs, self.sizes)
+
+    def scalar_bound(self, candidate: Candidate) -> float:
+        """Work spread evenly over stages, and the longest block on some stage."""
+        times = self.setting(candidate).roofline_times(candidate.recompute)
+        total, num = float(times.both.sum()), candidate.num_micro_batches
+        return max(num * total / candidate.pp, total + (num - 1) * float(times.both.max()))
+
+    def bound(self, candidate: Candidate) -> float:
+        """No layout and no cuts of the candidate are faster; infinite when none fits."""
+        setting = self.setting(candidate)
+        stager = self.stager(candidate, setting.least)
+        fits = [stager.fits(stage, exact=False) for stage in range(candidate.pp)]
+        rooflines = StageBounds(stager, setting.roofline_times(candidate.recompute), fits)
+        if not math.isfinite(self._cut(candidate, rooflines)[0]):
+            return math.inf
+        return self._cut(candidate, StageBounds(stager, setting.least_times(candidate.recompute), fits))[0]
+
+    def _cut(self, candidate: Candidate, bounds: StageBounds) -> tuple[float, tuple[int, ...]]:
+        return best_cuts(len(self.facts.model.blocks), candidate.pp, bounds)
+
+    def solve(self, candidate: Candidate) -> Solved | None:
+        """The candidate with its fastest layout that fits; None when none was found."""
+        setting = self.setting(candidate)
+        solution = setting.solution(candidate.recompute)
+        solved = self._with_layout(candidate, setting, solution)
+        if solved is not None or candidate.tp == 1:
+            return solved
+        limits = self._memory_limits(candidate, setting)
+        if limits is None:
+            return None
+        solution = setting.solution(candidate.recompute, limits)
+        if solution.status == "infeasible":
+            return None
+        return self._with_layout(candidate, setting, solution)
+
+    def _with_layout(
+        self, candidate: Candidate, setting: Setting, solution: Solution
+    ) -> Solved | None:
+        stager = self.stager(candidate, setting.costs(solution))
+        bound, cuts = self._cut(candidate, StageBounds(stager, exact_times(stager)))
+        if not math.isfinite(bound) or max(stager.peak_bytes(cuts)) > self.cluster.usable_bytes:
+            return None
+        return simulate_cuts(candidate, setting, solution, stager, cuts)
+
+    def _memory_limits(
+        self, candidate: Candidate, setting: Setting
+    ) -> tuple[MemoryLimit, ...] | None:
+        """Limits for the ILP: what each stage may keep, at the cuts that the least costs allow."""
+        stager = self.stager(candidate, setting.least)
+        times = setting.roofline_times(candidate.recompute)
+        _, cuts = self._cut(candidate, StageBounds(stager, times))
+        if not cuts:
+            return None
+        return tuple(
+            self._stage_limit(candidate, setting, stager, stage, cuts[stage], cuts[stage + 1])
+            for stage in range(candidate.pp)
+        )
+
+    def _stage_limit(
+        self,
+        candidate: Candidate,
+        setting: Setting,
+        stager: Stager,
+        stage: int,
+        first: int,
+        end: int,
+    ) -> MemoryLimit:
+        """What is left for kept tensors once all else has its least; parameters are nearly fixed."""
+        contents = stager.contents(stage, first, end - 1)
+        causes = stager.bytes_by_cause(contents)
+        share = 1 + self.cluster.hardware.memory.fragmentation
+        least = setting.least.held_bytes[first:end]
+        flying = stager.in_flight(stage)
+        once = candidate.recompute == "full"
+        counted = float(least.max()) if once else float(least.sum()) * flying
+        rest = sum(causes.values()) - counted * share
+        copies = []
+        for name in setting.problem.kinds:
+            blocks = [b for b in self.facts.model.blocks[first:end] if b.kind == name]
+            copies.append(float(bool(blocks)) if once else float(len(blocks) * flying))
+        return MemoryLimit(
+            name=f"stage {stage}",
+            num_bytes=int((self.cluster.usable_bytes - rest) / share),
+            copies=tuple(copies),
+            parameter_bytes=(0.0,) * len(setting.problem.classes),
+        )
+
+
+def simulate_cuts(
+    candidate: Candidate,
+    setting: Setting,
+    solution: Solution,
+    stager: Stager,
+    cuts: tuple[int, ...],
+) -> Solved:
+    """Segments, schedule and simulated step of a candidate whose layout and cuts are known."""
+    segments = tuple(
+        segment
+        for stage in range(candidate.pp)
+        for segment in (
+            [(stage, block, block) for block in range(cuts[stage], cuts[stage + 1])]
+            if candidate.per_block
+            else [(stage, cuts[stage], cuts[stage + 1] - 1)]
+        )
+    )
+    schedule = make_schedule(
+        candidate.schedule,
+        [stage for stage, _, _ in segments],
+        candidate.num_micro_batches,
+        zero_stage=candidate.zero_stage,
+    )
+    times = segment_times(stager, segments)
+    simulation = simulate(
+        schedule,
+        times,
+        optimizer_s=[
+            float(
+                stager.optimizer_s(float(stager.costs.numel[first:end].sum()))
+                + stager.costs.step_s[first:end].sum()
+            )
+            for first, end in zip(cuts[:-1], cuts[1:], strict=True)
+        ],
+        slowdown=stager.cluster.hardware.overlap.slowdown,
+    )
+    return Solved(
+        candidate=candidate,
+        solution=solution,
+        setting=setting,
+        stager=stager,
+        cuts=cuts,
+        segments=segments,
+        schedule=schedule,
+        times=times,
+        simulation=simulation,
+    )
+
+
+def segment_times(
+    stager: Stager, segments: Sequence[tuple[int, int, int]]
+) -> SegmentTimes:
+    """Costs of the actions of each segment."""
+    costs, num = stager.costs, len(segments)
+
+    def sums(values: np.ndarray) -> tuple[float, ...]:
+        return tuple(float(values[first : last + 1].sum()) for _, first, last in segments)
+
+    sends = []
+    for index, (stage, _, last) in enumerate(segments):
+        crosses = index + 1 < num and segments[index + 1][0] != stage
+        num_bytes = float(costs.border_bytes[last + 1]) if crosses else 0.0
+        sends.append(stager.message_s(num_bytes, stage) if crosses else 0.0)
+    kept = costs.input_bytes if stager.candidate.recompute == "full" else costs.held_bytes
+    return SegmentTimes(
+        forward_s=sums(costs.forward_s),
+        backward_s=sums(stager.backward_s()),
+        gather_s=sums(stager.gather_s()),
+        reduce_s=sums(stager.reduce_s()),
+        send_s=tuple(sends),
+        held_bytes=tuple(int(held) for held in sums(kept)),
+    )

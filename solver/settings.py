@@ -1,0 +1,141 @@
+"""A setting is a tensor degree and a micro-batch size: what its problem, bounds and layouts cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autopar.ir.mesh import TENSOR_AXIS
+from autopar.ir.plan import RecomputeName
+from autopar.solver.bounds import StageTimes
+from autopar.solver.costs.comm import Links, group_of
+from autopar.solver.costs.kernels import Kernels
+from autopar.solver.facts import BlockCosts, layout_costs, least_costs, least_kind_costs
+from autopar.solver.hardware import Cluster
+from autopar.solver.layout.check import kind_costs
+from autopar.solver.layout.costing import Coster
+from autopar.solver.layout.make import ModelFacts, make_problem
+from autopar.solver.layout.problem import KindCost, MemoryLimit, Problem, Solution, Weights
+from autopar.solver.layout.solve import solve_problem
+from autopar.solver.layout.state import AxisRule
+
+_TIE_BREAK_S_PER_BYTE = 1e-18
+"""Of layouts that are equally fast, the one that keeps less: a microsecond for a terabyte."""
+
+_SMALL_KIND = 0.05
+"""Kinds of block with less of the step than this are bounded without an ILP."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Setting:
+    """Everything of one (tensor degree, micro-batch size) that candidates share; solved when asked for."""
+
+    facts: ModelFacts
+    cluster: Cluster
+    tp: int
+    micro_batch_size: int
+    problem: Problem
+    least_kinds: tuple[KindCost, ...]
+    least: BlockCosts
+    num_solves: int = 0
+    _solutions: dict[tuple[RecomputeName, tuple[MemoryLimit, ...]], Solution] = field(
+        default_factory=dict
+    )
+    _times: dict[RecomputeName, StageTimes] = field(default_factory=dict)
+
+    def solution(
+        self, recompute: RecomputeName, limits: Sequence[MemoryLimit] = ()
+    ) -> Solution:
+        """The layout that computes all blocks once in the least time, within memory limits."""
+        key = (recompute, tuple(limits))
+        if key not in self._solutions:
+            weights = self.weights(recompute, self.problem.counts)
+            self._solutions[key] = solve_problem(self.problem, weights, limits)
+            self.num_solves += 1
+        return self._solutions[key]
+
+    def costs(self, solution: Solution) -> BlockCosts:
+        """What blocks cost under a solution."""
+        return layout_costs(
+            self.facts.model,
+            self.facts.classes,
+            self.problem,
+            kind_costs(self.problem, solution),
+            solution.states,
+        )
+
+    def weights(self, recompute: RecomputeName, counts: Sequence[int]) -> Weights:
+        """Seconds of ``counts`` blocks of each kind; a recomputed forward runs twice."""
+        again = 2.0 if recompute == "full" else 1.0
+        return Weights(
+            forward=tuple(again * count for count in counts),
+            backward=tuple(map(float, counts)),
+            step=0.0,
+            held=tuple(_TIE_BREAK_S_PER_BYTE * count for count in counts),
+            parameters=(0.0,) * len(self.problem.classes),
+        )
+
+    def roofline_times(self, recompute: RecomputeName) -> StageTimes:
+        """Every op at its fastest, without any move: cheap, and below every layout."""
+        forward, backward = self.least.forward_s, self.least.backward_s
+        if recompute == "full":
+            backward = backward + forward
+        return StageTimes(both=forward + backward, forward=forward, backward=backward)
+
+    def least_times(self, recompute: RecomputeName) -> StageTimes:
+        """Below every layout, and tight where a kind by itself can be as fast as in the whole model."""
+        if recompute not in self._times:
+            roofline = self.roofline_times(recompute)
+            both = roofline.both.copy()
+            for kind, least in enumerate(self._least_of_kinds(recompute, both)):
+                name = self.problem.kinds[kind]
+                for block in self.facts.model.blocks:
+                    if block.kind == name:
+                        both[block.index] = max(both[block.index], least)
+            self._times[recompute] = StageTimes(
+                both=both, forward=both - roofline.backward, backward=both - roofline.forward
+            )
+        return self._times[recompute]
+
+    def _least_of_kinds(self, recompute: RecomputeName, roofline: np.ndarray) -> list[float]:
+        """Seconds of a block of each kind, whatever the others do."""
+        found: list[float] = []
+        total = float(roofline.sum())
+        for kind, name in enumerate(self.problem.kinds):
+            blocks = [block.index for block in self.facts.model.blocks if block.kind == name]
+            if self.tp == 1 or float(roofline[blocks].sum()) < _SMALL_KIND * total:
+                found.append(0.0)
+                continue
+            counts = [int(other == kind) for other in range(len(self.problem.kinds))]
+            weights = replace(self.weights(recompute, counts), held=(0.0,) * len(counts))
+            found.append(solve_problem(self.problem, weights).bound)
+            self.num_solves += 1
+        return found
+
+
+def make_setting(
+    facts: ModelFacts, cluster: Cluster, *, tp: int, micro_batch_size: int
+) -> Setting:
+    """The setting of a tensor degree and a micro-batch size."""
+    coster = Coster(
+        Kernels(cluster.hardware),
+        Links(cluster),
+        group_of(cluster, size=tp, stride=1),
+        micro_batch_size,
+    )
+    axis = AxisRule(name=TENSOR_AXIS, shards_batch=False, idle=tp == 1)
+    problem = make_problem(facts, axis, coster)
+    least_kinds = least_kind_costs(problem)
+    return Setting(
+        facts=facts,
+        cluster=cluster,
+        tp=tp,
+        micro_batch_size=micro_batch_size,
+        problem=problem,
+        least_kinds=least_kinds,
+        least=least_costs(facts.model, facts.classes, problem, least_kinds),
+    )
+
+

@@ -1,0 +1,240 @@
+"""What runs of blocks cost as stages of a candidate: seconds and bytes of every run at once.
+
+All matrices are indexed ``[i, j]``: the run of blocks ``i … j − 1``. Sums are differences of prefix
+sums, so that a candidate with 82 blocks and 64 stages takes milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.ir.moves import Collective
+from autopar.solver.candidates import Candidate
+from autopar.solver.costs.comm import Group, Links, group_of
+from autopar.solver.costs.memory import Itemsizes, StageContents, rank_bytes
+from autopar.solver.facts import BlockCosts, Floats
+from autopar.solver.hardware import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Stager:
+    """Costs of stages of one candidate, from the costs of its blocks."""
+
+    cluster: Cluster
+    candidate: Candidate
+    costs: BlockCosts
+    sizes: Itemsizes
+
+    def in_flight(self, stage: int) -> int:
+        """Micro-batches that are forwarded and not yet backwarded, at most."""
+        candidate = self.candidate
+        if candidate.schedule == "layered":
+            return candidate.num_micro_batches
+        return min(candidate.num_micro_batches, candidate.pp - stage)
+
+    # Seconds
+
+    def backward_s(self) -> Floats:
+        """Backward of each block, with the forward again where it is recomputed."""
+        if self.candidate.recompute == "full":
+            return self.costs.backward_s + self.costs.forward_s
+        return self.costs.backward_s
+
+    def gather_s(self) -> Floats:
+        """Seconds of gathering the parameters of each block over the shard axis."""
+        return self._collective_s(Collective.ALL_GATHER, self.sizes.compute)
+
+    def reduce_s(self) -> Floats:
+        """Seconds of reducing the gradients of each block over the data axes."""
+        if self.candidate.zero_stage == 0:
+            return self._collective_s(Collective.ALL_REDUCE, self.sizes.gradient)
+        scattered = self._collective_s(Collective.REDUCE_SCATTER, self.sizes.gradient)
+        if self.candidate.dp_replicate == 1:
+            return scattered
+        links, group = Links(self.cluster), self._replicate_group()
+        numel = self.costs.numel / self.candidate.dp_shard * self.sizes.gradient
+        return scattered + np.array(
+            [links.seconds(Collective.ALL_REDUCE, n, group) for n in numel.tolist()]
+        )
+
+    def _collective_s(self, collective: Collective, itemsize: int) -> Floats:
+        if self.candidate.zero_stage == 0:
+            group = self._replicate_group()
+            if collective is Collective.ALL_GATHER:
+                return np.zeros(self.costs.num_blocks)
+        else:
+            group = self._shard_group()
+        links = Links(self.cluster)
+        known: dict[float, float] = {}
+        for numel in self.costs.numel.tolist():
+            if numel not in known:
+                known[numel] = links.seconds(collective, numel * itemsize, group)
+        return np.array([known[numel] for numel in self.costs.numel.tolist()])
+
+    def _shard_group(self) -> Group:
+        return group_of(self.cluster, size=self.candidate.dp_shard, stride=self.candidate.tp)
+
+    def _replicate_group(self) -> Group:
+        stride = self.candidate.tp * self.candidate.dp_shard
+        return group_of(self.cluster, size=self.candidate.dp_replicate, stride=stride)
+
+    def optimizer_s(self, numel: Floats | float) -> Floats | float:
+        """Seconds of clipping and the optimizer on a stage with ``numel`` elements: memory-bound."""
+        candidate, hardware = self.candidate, self.cluster.hardware
+        shard = candidate.dp_shard if candidate.zero_stage else 1
+        master = self.sizes.master or self.sizes.compute
+        touched = 2 * self.sizes.gradient + 2 * self.sizes.moments + 2 * master + self.sizes.compute
+        hbm = hardware.chip.hbm_bytes_per_s * hardware.efficiency.hbm
+        return numel / shard * touched / hbm
+
+    def message_s(self, num_bytes: float, border: int) -> float:
+        """Seconds of a message of a rank from stage ``border`` to the next."""
+        per_stage = self.candidate.dp * self.candidate.tp
+        per_node = self.cluster.gpus_per_node
+        crosses = per_stage >= per_node or ((border + 1) * per_stage) % per_node == 0
+        return Links(self.cluster).message_seconds(
+            num_bytes,
+            crosses_nodes=crosses and self.cluster.nodes > 1,
+            sharing=min(per_stage, per_node),
+        )
+
+    # Bytes
+
+    def contents(self, stage: int, first: int, last: int) -> StageContents:
+        """What the stage holds that has the blocks ``first … last`` (included)."""
+        candidate, costs = self.candidate, self.costs
+        run = slice(first, last + 1)
+        segments = last - first + 1 if candidate.per_block else 1
+        flying = np.full(last - first + 1, float(self.in_flight(stage)))
+        if candidate.schedule == "layered" and last == costs.num_blocks - 1:
+            flying[0 if not candidate.per_block else -1 :] = 1.0
+        inputs = costs.input_bytes[run]
+        if candidate.recompute == "full":
+            kept, recomputed = inputs, float(costs.held_bytes[run].max())
+        else:
+            kept = costs.held_bytes[run] + (
+                inputs if candidate.per_block else np.where(np.arange(len(inputs)) == 0, inputs, 0)
+            )
+            recomputed = 0.0
+        merged: dict[str, int] = {}
+        for block in range(first, last + 1):
+            merged.update(costs.parameters[block])
+        numel = float(sum(merged.values()))
+        messages = costs.border_bytes[first] if first else 0.0
+        if last + 1 < costs.num_blocks:
+            messages += costs.border_bytes[last + 1]
+        return StageContents(
+            numel=numel,
+            segment_numel=float(costs.shared_numel[run].max()) if segments > 1 else numel,
+            num_segments=segments,
+            activation_bytes=float((kept * flying).sum()),
+            recompute_bytes=recomputed,
+            temporary_bytes=float(costs.temporary_bytes[run].max()),
+            message_bytes=2.0 * float(messages),
+        )
+
+    def bytes_by_cause(self, contents: StageContents) -> dict[str, int]:
+        """Peak bytes of a rank of a stage."""
+        return rank_bytes(
+            contents,
+            sizes=self.sizes,
+            zero_stage=self.candidate.zero_stage,
+            dp_shard=self.candidate.dp_shard,
+            layered=self.candidate.schedule == "layered",
+            hardware=self.cluster.hardware,
+        )
+
+    def peak_bytes(self, cuts: Sequence[int]) -> tuple[int, ...]:
+        """Peak bytes of each stage; stage s has the blocks ``cuts[s] … cuts[s + 1] − 1``."""
+        return tuple(
+            sum(self.bytes_by_cause(self.contents(s, cuts[s], cuts[s + 1] - 1)).values())
+            for s in range(len(cuts) - 1)
+        )
+
+    def fits(self, stage: int, *, exact: bool = True) -> Floats:
+        """Matrix of 1 where a run fits into memory on ``stage``, 0 where it does not.
+
+        With ``exact=False`` parameters that several blocks share count only where they are first
+        used: no run that fits is called too large.
+        """
+        peak = self._peak_matrix(stage, self.costs.shared_numel if exact else self.costs.numel)
+        return (peak <= self.cluster.usable_bytes).astype(np.float64)
+
+    def _peak_matrix(self, stage: int, numel_of_blocks: Floats) -> Floats:
+        candidate, costs, sizes = self.candidate, self.costs, self.sizes
+        num = costs.num_blocks
+        flying = np.full(num, float(self.in_flight(stage)))
+        if candidate.schedule == "layered" and candidate.per_block:
+            flying[-1] = 1.0
+        one = run_sums(costs.input_bytes * flying)
+        first_input = (costs.input_bytes * flying)[:, None]
+        if candidate.recompute == "full":
+            kept, recomputed = one, run_maxima(costs.held_bytes)
+        else:
+            kept = run_sums(costs.held_bytes * flying)
+            kept = kept + (one if candidate.per_block else first_input)
+            recomputed = np.zeros_like(kept)
+        if candidate.schedule == "layered" and not candidate.per_block:
+            kept[:, num] /= flying[-1]  # the last segment has one micro-batch at a time
+        numel = run_sums(numel_of_blocks)
+        largest = run_maxima(numel_of_blocks) if candidate.per_block else numel
+        borders = np.append(costs.border_bytes, 0.0)
+        messages = 2.0 * (borders[:-1, None] + borders[None, :])
+        length = np.arange(num + 1)[None, :] - np.arange(num)[:, None]
+        doubled = np.minimum(2, length) if candidate.per_block else 1
+        return _peak(
+            numel,
+            largest,
+            doubled,
+            kept + recomputed + run_maxima(costs.temporary_bytes) + messages,
+            sizes=sizes,
+            candidate=candidate,
+            cluster=self.cluster,
+        )
+
+
+def _peak(
+    numel: Floats,
+    largest: Floats,
+    doubled: Floats | int,
+    dynamic: Floats,
+    *,
+    sizes: Itemsizes,
+    candidate: Candidate,
+    cluster: Cluster,
+) -> Floats:
+    """``rank_bytes`` on matrices: it is held to it by a test."""
+    memory, zero, shards = cluster.hardware.memory, candidate.zero_stage, candidate.dp_shard
+    shard = shards if zero >= 1 else 1
+    master = sizes.master or (sizes.compute if zero in (1, 2) and shards > 1 else 0)
+    per_element = (
+        sizes.compute / (shards if zero == 3 else 1)
+        + (master + sizes.moments) / shard
+        + sizes.gradient / (shards if zero >= 2 else 1)
+    )
+    buffers = largest * sizes.compute
+    if zero >= 2 and shards > 1:
+        layered = candidate.schedule == "layered"
+        buffers = buffers + largest * sizes.gradient * (doubled if layered else 1)
+    if zero == 3 and shards > 1:
+        buffers = buffers + largest * doubled * sizes.compute
+    dynamic = (dynamic + buffers) * (1 + memory.fragmentation)
+    return numel * per_element + dynamic + memory.context_bytes
+
+
+def run_sums(values: Floats) -> Floats:
+    """Sums of all runs: ``[i, j]`` is the sum of ``values[i:j]``, for ``j`` up to the length."""
+    prefix = np.concatenate([[0.0], np.cumsum(values)])
+    return prefix[None, :] - prefix[:-1, None]
+
+
+def run_maxima(values: Floats) -> Floats:
+    """Maxima of all runs; 0 for empty ones."""
+    num = len(values)
+    found = np.zeros((num, num + 1))
+    for i in range(num):
+        found[i, i + 1 :] = np.maximum.accumulate(values[i:])
+    return found
