@@ -1,8 +1,8 @@
 """Clean-ups: one spelling for each operation, and none that does nothing.
 
-After ``clean``: no aliases, same-type casts or inactive dropout; shapes change by ``reshape`` and ``expand``
-only, whose arguments hold -1 where the batch is; matrices multiply in ``linear`` with their leading dims kept;
-results are split by ``split_with_sizes``; no size is read from a tensor.
+After ``clean``: no aliases, same-type casts or inactive dropout; shapes change by ``reshape`` and
+``expand`` only, whose arguments hold -1 where the batch is; matrices multiply in ``linear`` with
+their leading dims kept; results are split by ``split_with_sizes``; no size is read from a tensor.
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ def _drop_dropout(node: fx.Node) -> None:
 
 
 def _normalize_slice(node: fx.Node) -> None:
-    """A slice has dim, start, end and step, with 0 ≤ dim and 0 ≤ start ≤ end ≤ size; a whole one is dropped."""
+    """A slice has dim, start, end and step, with 0 ≤ dim and 0 ≤ start ≤ end ≤ size; a whole one
+    is dropped.
+    """
     source = _arg(node, 0, "self")
     step = argument(node, 4, "step", 1)
     if _same(node, source) and step == 1:
@@ -257,7 +259,9 @@ def _to_split_with_sizes(node: fx.Node) -> None:
 def _addmm_to_linear(node: fx.Node) -> None:
     bias, source, matrix = node.args[:3]
     scaled = any(node.kwargs.get(key, 1) != 1 for key in ("alpha", "beta"))
-    assert isinstance(bias, fx.Node) and isinstance(source, fx.Node) and isinstance(matrix, fx.Node)
+    assert isinstance(bias, fx.Node)
+    assert isinstance(source, fx.Node)
+    assert isinstance(matrix, fx.Node)
     if not scaled and _shape(bias) == _shape(matrix)[1:]:
         _multiply(node, source, _transposed(node, matrix), bias)
 
@@ -271,7 +275,8 @@ def _matmul_to_linear(node: fx.Node) -> None:
 
 def _unflatten_linear(node: fx.Node) -> None:
     source, weight = node.args[:2]
-    assert isinstance(source, fx.Node) and isinstance(weight, fx.Node)
+    assert isinstance(source, fx.Node)
+    assert isinstance(weight, fx.Node)
     if source.target is _aten.reshape.default:
         _multiply(node, source, weight, argument(node, 2, "bias", None))
 

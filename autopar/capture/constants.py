@@ -1,7 +1,8 @@
 """Constant folding: what depends on no input and no parameter becomes a tensor.
 
-Such a value may still depend on the batch size. It is evaluated on the CPU at two of them: if it is the same
-for every sequence it is kept for one sequence and expanded; otherwise the ops stay in the graph.
+Such a value may still depend on the batch size. It is evaluated on the CPU at two of them: if it
+is the same for every sequence it is kept for one sequence and expanded; otherwise the ops stay in
+the graph.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.capture.flat import FlatGraph, emit, refuse, remove_dead_code
+from autopar.capture.flat import FlatGraph, emit, is_random, refuse, remove_dead_code
 from autopar.ir.graph import BATCH, NodeInfo, Role, TensorInfo, ValueId, info, set_info
 from autopar.ir.shapes import call_at
 
@@ -27,8 +28,8 @@ def fold_constants(flat: FlatGraph) -> None:
     """Replace constant subgraphs by placeholders of role ``CONSTANT``; equal tensors share one.
 
     Raises:
-        CaptureError: A constant depends on the batch size in another way than through its shape, or a position
-            lies outside a table.
+        CaptureError: A constant depends on the batch size in another way than through its shape,
+            or a position lies outside a table.
     """
     constant = constant_nodes(flat)
     frontier = [
@@ -62,20 +63,19 @@ def constant_nodes(flat: FlatGraph) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in flat.graph.nodes:
         if node.op == "placeholder":
-            if flat.bindings[node].role is Role.CONSTANT:
-                found.add(node)
-        elif node.op == "call_function":
-            random = (
-                isinstance(node.target, torch._ops.OpOverload)
-                and torch.Tag.nondeterministic_seeded in node.target.tags
-            )
-            if not random and all(source in found for source in node.all_input_nodes):
-                found.add(node)
+            known = flat.bindings[node].role is Role.CONSTANT
+        else:
+            known = node.op == "call_function" and not is_random(node)
+            known = known and all(source in found for source in node.all_input_nodes)
+        if known:
+            found.add(node)
     return found
 
 
 def evaluate(flat: FlatGraph, wanted: Iterable[fx.Node], batch: int) -> dict[fx.Node, Any]:
-    """The values of constant nodes at ``batch`` sequences; what is between them is freed as soon as possible."""
+    """The values of constant nodes at ``batch`` sequences; what is between them is freed as soon
+    as possible.
+    """
     kept = set(wanted)
     needed: dict[fx.Node, int] = {}
     stack = list(kept)
@@ -135,7 +135,8 @@ class _Constants:
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return (tuple(tensor.shape), tensor.dtype, hashlib.sha256(data).digest())
+    digest = hashlib.sha256(data.tobytes()).digest()
+    return (tuple(tensor.shape), tensor.dtype, digest)
 
 
 def _fold(constants: _Constants, node: fx.Node, small: Tensor, large: Tensor) -> None:
@@ -188,7 +189,8 @@ def _check_positions(flat: FlatGraph) -> None:
         if node.target is not _aten.embedding.default:
             continue
         table, index = node.args[:2]
-        assert isinstance(table, fx.Node) and isinstance(index, fx.Node)
+        assert isinstance(table, fx.Node)
+        assert isinstance(index, fx.Node)
         bound = flat.bindings.get(index)
         if bound is None or bound.role is not Role.CONSTANT:
             continue

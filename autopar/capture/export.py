@@ -1,4 +1,6 @@
-"""The exported graph: ``torch.export`` of forward and loss on the meta device, as a ``FlatGraph``."""
+"""The exported graph: ``torch.export`` of forward and loss on the meta device, as a
+``FlatGraph``.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,12 @@ def export_graph(
     loss_fn: LossFn | None,
     compute_dtype: torch.dtype,
 ) -> FlatGraph:
-    """Trace ``model`` with its loss for any batch size; ``inputs`` are meta tensors with a batch of 2.
+    """Trace ``model`` with its loss for any batch size; ``inputs`` are meta tensors with a batch
+    of 2.
 
     Raises:
-        CaptureError: The model has data-dependent control flow, depends on the batch size, or is beyond export.
+        CaptureError: The model has data-dependent control flow, depends on the batch size, or is
+            beyond export.
     """
     for trace_once in (True, False):
         clone = clone_to_meta(model, compute_dtype)
@@ -94,7 +98,7 @@ class _WithLoss(nn.Module):
             unknown = sorted(set(names) - set(self.passed))
             raise InputError(
                 f"{type(model).__name__}.forward takes no input named {', '.join(unknown)}",
-                hint="name the inputs as forward's parameters, or give a loss_fn that reads the others",
+                hint="name inputs as forward's parameters, or give a loss_fn that reads the others",
             )
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
@@ -226,7 +230,7 @@ def _attach_infos(nodes: Iterable[fx.Node]) -> None:
     for node in nodes:
         value = node.meta.get("val")
         is_tuple = isinstance(value, tuple | list)
-        values = value if is_tuple else (value,)
+        values: tuple[Any, ...] = tuple(value) if isinstance(value, tuple | list) else (value,)
         if not all(isinstance(item, Tensor) for item in values) or node.op == "output":
             continue
         trace = node.meta.get("stack_trace")
@@ -319,7 +323,8 @@ def _bind_placeholders(
                 raise refuse(node, f"the model uses a {spec.kind.name.lower()}", "use tensors only")
         held = tensors.get((spec.target or "").removeprefix(_ROOT + "."))
         if held is not None:
-            placeholder_of.setdefault(id(held), first.get(value, node))
+            shared = first.get(value)
+            placeholder_of.setdefault(id(held), node if shared is None else shared)
         if value in first:
             node.replace_all_uses_with(first[value])
             flat.graph.erase_node(node)
@@ -352,7 +357,7 @@ def _constant_value(
     value = clone.value_of(held)
     if value is None:
         raise CaptureError(
-            f"the value of buffer {target.removeprefix(_ROOT + '.')} is unknown: it is on the meta device",
-            hint="build the model with autopar.open_model or on the CPU, where buffers keep their values",
+            f"buffer {target.removeprefix(_ROOT + '.')} is on the meta device and has no value",
+            hint="build the model with open_model(…).build() or on the CPU",
         )
     return value

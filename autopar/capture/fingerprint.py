@@ -1,4 +1,6 @@
-"""The fingerprint of a captured model: the same for the same computation, whatever its modules are called."""
+"""The fingerprint of a captured model: the same for the same computation, whatever its modules are
+called.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,7 @@ def constant_digest(value: Tensor) -> str:
     flat = value.detach().reshape(-1)
     if not value.dtype.is_floating_point:
         data = flat.contiguous().view(torch.uint8).numpy()
-        return hashlib.sha256(repr(head).encode() + bytes(data)).hexdigest()
+        return hashlib.sha256(repr(head).encode() + data.tobytes()).hexdigest()
     numbers = flat.to(torch.float64)
     special = (numbers.isnan().sum().item(), numbers.isposinf().sum().item())
     numbers = numbers.nan_to_num(0.0, 1.0, -1.0)

@@ -1,4 +1,6 @@
-"""The graph between export and folding: one flat graph whose placeholders are bound to values of the model."""
+"""The graph between export and folding: one flat graph whose placeholders are bound to values of
+the model.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from autopar.ir.errors import CaptureError
 from autopar.ir.graph import NodeInfo, Parameter, Size, TensorInfo, ValueId, info, set_info
@@ -16,7 +19,9 @@ from autopar.ir.graph import NodeInfo, Parameter, Size, TensorInfo, ValueId, inf
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class FlatGraph:
-    """A captured forward pass. Every node has its ``NodeInfo``; every placeholder its entry in ``bindings``."""
+    """A captured forward pass. Every node has its ``NodeInfo``; every placeholder its entry in
+    ``bindings``.
+    """
 
     graph: fx.Graph
     bindings: dict[fx.Node, ValueId]
@@ -47,7 +52,9 @@ def emit(
     dtype: torch.dtype | None = None,
     requires_grad: bool | None = None,
 ) -> fx.Node:
-    """Insert a call before ``like`` that comes from where ``like`` comes from and, by default, yields the same."""
+    """Insert a call before ``like`` that comes from where ``like`` comes from and, by default,
+    yields the same.
+    """
     facts = info(like)
     node = graph.call_function(target, args, kwargs)
     like.prepend(node)
@@ -81,6 +88,12 @@ def argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
     if position < len(node.args):
         return node.args[position]
     return node.kwargs.get(name, default)
+
+
+def is_random(node: fx.Node) -> bool:
+    """True for a call whose value is drawn anew each time."""
+    target = node.target
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 _LIBRARY = re.compile(r"[/\\\\](torch|autopar)[/\\\\]")

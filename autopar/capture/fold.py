@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from autopar.capture.flat import FlatGraph
 from autopar.capture.partition import Partition, partition
@@ -25,8 +26,9 @@ class Folded:
 
 
 def fold(flat: FlatGraph) -> Folded:
-    """Cut ``flat`` into blocks. Two are of one kind if they have the same ops, arguments, shapes, dtypes, wiring,
-    outputs and constants; names do not matter. Kinds are named ``block0``, ``block1``, … in order."""
+    """Cut ``flat`` into blocks. Two are of one kind if they have the same ops, arguments, shapes,
+    dtypes, wiring, outputs and constants; names do not matter. Kinds are named ``block0``,
+    ``block1``, … in order."""
     drafts = _draft(flat, partition(flat))
     produced: dict[fx.Node, ValueId] = {}
     kinds: dict[str, BlockKind] = {}
@@ -52,7 +54,9 @@ def fold(flat: FlatGraph) -> Folded:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Draft:
-    """A block before its graph is built: calls in order, what they read from outside, what others read."""
+    """A block before its graph is built: calls in order, what they read from outside, what others
+    read.
+    """
 
     path: str
     calls: list[fx.Node] = field(default_factory=list)
@@ -88,7 +92,9 @@ def _draft(flat: FlatGraph, parts: Partition) -> list[_Draft]:
 def _include(
     node: fx.Node, draft: _Draft, known: set[fx.Node], parts: Partition, slot: int
 ) -> None:
-    """Add ``node`` after what it reads: operands from outside and floating calls, which are copied."""
+    """Add ``node`` after what it reads: operands from outside and floating calls, which are
+    copied.
+    """
     for source in node.all_input_nodes:
         if source in known:
             continue
@@ -132,7 +138,7 @@ def _signature(draft: _Draft, bindings: Sequence[ValueId]) -> tuple[Any, ...]:
 
 def target_name(target: object) -> str:
     """The name of an op or function: ``aten.add.Tensor``, ``autopar.ir.functional.token_loss``."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target)
     return f"{target.__module__}.{getattr(target, '__qualname__', target)}"
 

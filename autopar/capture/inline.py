@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
 
 from autopar.capture.flat import refuse
 from autopar.ir.graph import Role, ValueId
@@ -24,10 +25,11 @@ def inline(graph: fx.Graph, module: torch.nn.Module, bindings: dict[fx.Node, Val
         bindings: What placeholders stand for: only temporary tensors may be written to.
 
     Raises:
-        CaptureError: Autocast, control flow, a write to a buffer, parameter or input, or one through a view.
+        CaptureError: Autocast, control flow, a write to a buffer, parameter or input, or one
+            through a view.
     """
     for node in list(graph.nodes):
-        if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
+        if node.op == "call_function" and isinstance(node.target, HigherOrderOperator):
             _inline_region(node, module)
     _make_pure(graph, bindings)
 
@@ -63,22 +65,23 @@ def _first_call(node: fx.Node, module: torch.nn.Module) -> fx.Node:
 def _paste(
     node: fx.Node, module: torch.nn.Module, body: Any, operands: list[Any], *, detach: bool
 ) -> None:
-    assert isinstance(body, fx.Node) and isinstance(body.target, str)
+    assert isinstance(body, fx.Node)
+    assert isinstance(body.target, str)
     inner = module.get_submodule(body.target)
     assert isinstance(inner, fx.GraphModule)
     copies: dict[fx.Node, Any] = {}
     remaining = iter(operands)
-    results: tuple[Any, ...] = ()
+    results: list[Any] = []
     for call in inner.graph.nodes:
         if call.op == "placeholder":
             copies[call] = next(remaining)
         elif call.op == "output":
             (returned,) = call.args
-            results = returned if isinstance(returned, tuple | list) else (returned,)
+            results = list(returned) if isinstance(returned, tuple | list) else [returned]
         else:
             with node.graph.inserting_before(node):
                 copies[call] = node.graph.node_copy(call, copies.__getitem__)
-            if isinstance(copies[call].target, torch._ops.HigherOrderOperator):
+            if isinstance(copies[call].target, HigherOrderOperator):
                 _inline_region(copies[call], inner)
     values = [copies[result] if isinstance(result, fx.Node) else result for result in results]
     if detach:
@@ -128,14 +131,18 @@ def _make_pure(graph: fx.Graph, bindings: dict[fx.Node, ValueId]) -> None:
 
 
 def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and _schema(node.target).is_mutable
+
+
+def _schema(op: OpOverload[..., Any]) -> torch.FunctionSchema:
+    return op._schema  # pyright: ignore[reportPrivateUsage]
 
 
 def _may_view(node: fx.Node) -> bool:
     if node.target is operator.getitem or node.target in _MAYBE_VIEWS:
         return True
-    return isinstance(node.target, torch._ops.OpOverload) and any(
-        result.alias_info is not None for result in node.target._schema.returns
+    return isinstance(node.target, OpOverload) and any(
+        result.alias_info is not None for result in _schema(node.target).returns
     )
 
 
@@ -189,10 +196,12 @@ def _copies(node: fx.Node) -> bool:
 
 
 def _rewrite(node: fx.Node, written: fx.Node) -> fx.Node:
-    """The value that an in-place op leaves, by a pure op: ``node`` itself, changed, or another node."""
+    """The value that an in-place op leaves, by a pure op: ``node`` itself, changed, or another
+    node.
+    """
     target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
-    name = target._schema.name.removeprefix("aten::")
+    assert isinstance(target, OpOverload)
+    name = _schema(target).name.removeprefix("aten::")
     if target is _aten.zero_.default:
         node.target = _aten.zeros_like.default
     elif target is _aten.fill_.Scalar:
@@ -203,7 +212,7 @@ def _rewrite(node: fx.Node, written: fx.Node) -> fx.Node:
         return _copied(node, source, written.meta["val"])
     else:
         packet = getattr(_aten, name.removesuffix("_"), None)
-        overload = getattr(packet, target._overloadname, None)
+        overload = getattr(packet, _schema(target).overload_name, None)
         if not name.endswith("_") or overload is None:
             raise refuse(node, f"the in-place op {name} is not supported", "use the pure op")
         node.target = overload

@@ -1,7 +1,8 @@
 """Loss normalization: a mean cross-entropy becomes a sum over tokens and their number.
 
-Only then do all layouts agree on the loss: the mean of a micro-batch is not the mean of the batch when the
-numbers of valid tokens differ. The final loss may be the mean times or divided by constants.
+Only then do all layouts agree on the loss: the mean of a micro-batch is not the mean of the batch
+when the numbers of valid tokens differ. The final loss may be the mean times or divided by
+constants.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _MEAN = 1
 def normalize_loss(flat: FlatGraph) -> LossKind:
     """Let the graph return (Σ loss, number of valid tokens) if its loss is a mean cross-entropy.
 
-    Any other scalar, cross-entropy with ``reduction="sum"``, class weights or label smoothing included, is left
-    as it is: the loss of a micro-batch.
+    Any other scalar, cross-entropy with ``reduction="sum"``, class weights or label smoothing
+    included, is left as it is: the loss of a micro-batch.
     """
     (loss,) = flat.results
     factors, core = _linear_part(loss)
@@ -44,7 +45,9 @@ _SCALING = {_aten.mul.Tensor, _aten.div.Tensor, _aten.mul.Scalar, _aten.div.Scal
 
 
 def _linear_part(loss: fx.Node) -> tuple[list[fx.Node], fx.Node]:
-    """The scalings between the loss and what it is a multiple of, outermost first, and the latter."""
+    """The scalings between the loss and what it is a multiple of, outermost first, and the
+    latter.
+    """
     scalings: list[fx.Node] = []
     while True:
         if loss.target in (_aten.neg.default, _aten.to.dtype) or (
@@ -74,7 +77,8 @@ def _token_loss(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     ):
         return None
     logits, targets = node.args[:2]
-    assert isinstance(logits, fx.Node) and isinstance(targets, fx.Node)
+    assert isinstance(logits, fx.Node)
+    assert isinstance(targets, fx.Node)
     if info(targets).tensor.dtype.is_floating_point:
         return None
     if len(info(logits).tensor.shape) != 2:

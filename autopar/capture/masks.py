@@ -1,6 +1,8 @@
-"""Attention masks that follow from the attention itself: a causal one becomes ``is_causal``, an empty one none.
+"""Attention masks that follow from the attention itself: a causal one becomes ``is_causal``, an
+empty one none.
 
-A mask for 8192 tokens has 67 million entries for each sequence, so it is evaluated a band of rows at a time.
+A mask for 8192 tokens has 67 million entries for each sequence, so it is evaluated a band of rows
+at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from autopar.capture.constants import BATCHES, constant_nodes, evaluate
 from autopar.capture.flat import FlatGraph, argument, remove_dead_code
 from autopar.ir.graph import evaluate as size_at
 from autopar.ir.graph import info
-from autopar.ir.shapes import call_at
 
 _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention.default
@@ -22,7 +23,9 @@ _BAND_ENTRIES = 2**20
 
 
 def simplify_masks(flat: FlatGraph) -> None:
-    """Drop masks of ``scaled_dot_product_attention`` that are exactly lower-triangular or let everything pass."""
+    """Drop masks of ``scaled_dot_product_attention`` that are exactly lower-triangular or let
+    everything pass.
+    """
     constant = constant_nodes(flat)
     verdicts: dict[fx.Node, str] = {}
     for node in flat.calls():
@@ -119,7 +122,9 @@ class _Bands:
         self._whole: dict[fx.Node, Any] = {}
 
     def rows(self, node: fx.Node, start: int, stop: int) -> Tensor:
-        """Rows ``start`` to ``stop`` of ``node``; all of a value whose dim -2 has size 1 or is missing."""
+        """Rows ``start`` to ``stop`` of ``node``; all of a value whose dim -2 has size 1 or is
+        missing.
+        """
         shape = info(node).tensor.shape_at(self._batch)
 
         def band(source: fx.Node) -> Tensor:
@@ -150,7 +155,8 @@ class _Bands:
         if node.target is not _aten.index.Tensor:
             return False
         table, indices = node.args[:2]
-        assert isinstance(table, fx.Node) and isinstance(indices, list | tuple)
+        assert isinstance(table, fx.Node)
+        assert isinstance(indices, list | tuple)
         whole = len(indices) == len(info(table).tensor.shape)
         return whole and all(isinstance(index, fx.Node) for index in indices)
 

@@ -1,6 +1,7 @@
 """Modules without weights: parameters on the meta device, buffers with their real values.
 
-Buffers are small and often computed in ``__init__`` (RoPE frequencies, masks); capture needs their values.
+Buffers are small and often computed in ``__init__`` (RoPE frequencies, masks); capture needs their
+values.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from autopar.ir.errors import CaptureError
 def meta_parameters() -> Iterator[None]:
     """While active, every parameter that a module registers is put on the meta device.
 
-    A weight is never written to: it exists, untouched, until it is registered. Buffers and all other tensors
-    are real. Tied parameters stay tied.
+    A weight is never written to: it exists, untouched, until it is registered. Buffers and all
+    other tensors are real. Tied parameters stay tied.
     """
     register = nn.Module.register_parameter
     moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -33,9 +34,9 @@ def meta_parameters() -> Iterator[None]:
             return
         if param not in moved:
             moved[param] = _meta_parameter(param, param.dtype)
-        module._parameters[name] = moved[param]
+        module._parameters[name] = moved[param]  # pyright: ignore[reportPrivateUsage]
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
@@ -53,16 +54,20 @@ class MetaClone:
     values: dict[int, tuple[Tensor, Tensor]]
 
     def value_of(self, on_meta: Tensor) -> Tensor | None:
-        """The value of a buffer of the clone; None if the original module does not have it either."""
+        """The value of a buffer of the clone; None if the original module does not have it
+        either.
+        """
         found = self.values.get(id(on_meta))
         return None if found is None else found[1]
 
 
 def clone_to_meta(module: nn.Module, dtype: torch.dtype) -> MetaClone:
-    """Copy ``module`` to the meta device in train mode, floats in ``dtype``, without reading its weights.
+    """Copy ``module`` to the meta device in train mode, floats in ``dtype``, without reading its
+    weights.
 
-    Buffers are cast as ``module.to(dtype)`` would, but the non-persistent float32 buffers of a Hugging Face
-    model keep their type unless ``dtype`` is wider: that is how ``from_pretrained(dtype=…)`` treats them.
+    Buffers are cast as ``module.to(dtype)`` would, but the non-persistent float32 buffers of a
+    Hugging Face model keep their type unless ``dtype`` is wider: that is how
+    ``from_pretrained(dtype=…)`` treats them.
 
     Raises:
         CaptureError: The module cannot be copied.
@@ -74,12 +79,12 @@ def clone_to_meta(module: nn.Module, dtype: torch.dtype) -> MetaClone:
             memo[id(parameter)] = _meta_parameter(parameter, _cast(parameter.dtype, dtype))
     keep_narrow = _is_hugging_face(module)
     for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is None or id(buffer) in memo:
+        for name, buffer in owner.named_buffers(recurse=False):
+            if id(buffer) in memo:
                 continue
-            transient = name in owner._non_persistent_buffers_set
             target = _cast(buffer.dtype, dtype)
-            if keep_narrow and transient and target.itemsize < buffer.dtype.itemsize:
+            narrower = target.itemsize < buffer.dtype.itemsize
+            if keep_narrow and narrower and name not in owner.state_dict():
                 target = buffer.dtype
             _add_tensor(buffer, target, memo, values)
         for attribute in vars(owner).values():
@@ -91,7 +96,7 @@ def clone_to_meta(module: nn.Module, dtype: torch.dtype) -> MetaClone:
         raise CaptureError(
             f"the model cannot be copied to the meta device: {error}",
             where=type(module).__qualname__,
-            hint="keep locks, files and process groups out of the module, or give it a __deepcopy__",
+            hint="keep locks, files and process groups out of it, or give it a __deepcopy__",
         ) from error
     clone.train()
     config = getattr(clone, "config", None)

@@ -1,13 +1,14 @@
 """Repeated modules are traced once: 80 equal layers cost the time of one.
 
-While the model is traced, the first of several equal modules runs between two marks (ops ``enter`` and
-``leave``), and each of the others is one opaque op (``again``). After the export, ``expand`` puts a copy of what
-is between the marks in place of every opaque op.
+While the model is traced, the first of several equal modules runs between two marks (ops ``enter``
+and ``leave``), and each of the others is one opaque op (``again``). After the export, ``expand``
+puts a copy of what is between the marks in place of every opaque op.
 
-Two modules are equal if they have the same classes and parameters in the same places and are called with
-arguments of the same shapes, and differ in no attribute *that the traced one read*: a layer's own number may
-differ as long as nothing asks for it. What is between the marks must be closed: read only its arguments and
-parameters, and be read only through its results. If it is not, the model is traced in full.
+Two modules are equal if they have the same classes and parameters in the same places and are
+called with arguments of the same shapes, and differ in no attribute *that the traced one read*: a
+layer's own number may differ as long as nothing asks for it. What is between the marks must be
+closed: read only its arguments and parameters, and be read only through its results. If it is not,
+the model is traced in full.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class NotClosedError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Template:
-    """A traced module: how it was called, what it read of its modules' attributes, and what it returned."""
+    """A traced module: how it was called, what it read of its modules' attributes, and what it
+    returned.
+    """
 
     module: nn.Module
     path: str
@@ -68,7 +71,7 @@ class Once:
         for path, module in _candidates(root):
             for submodule in module.modules():
                 submodule.__class__ = _tracked(type(submodule))
-            module.forward = self._wrap(module, path)  # type: ignore[method-assign]
+            module.forward = self._wrap(module, path)
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -174,7 +177,8 @@ class Once:
         for node in list(graph.nodes):
             if node.target is _ops.again.default:
                 _, number, call = node.args
-                assert isinstance(number, int) and isinstance(call, int)
+                assert isinstance(number, int)
+                assert isinstance(call, int)
                 template, (module, path) = self._templates[number], self._calls[call]
                 moved = _counterparts(template.module, module, placeholders)
                 regions[number].check()
@@ -193,20 +197,18 @@ def _fresh(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.new_empty_strided(tensor.size(), tensor.stride()) for tensor in tensors]
 
 
-@torch.library.register_fake("autopar::enter")
-def _(arguments: list[Tensor], template: int) -> list[Tensor]:
-    return _fresh(arguments)
+def _mark(tensors: list[Tensor], template: int) -> list[Tensor]:
+    return _fresh(tensors)
 
 
-@torch.library.register_fake("autopar::leave")
-def _(results: list[Tensor], template: int) -> list[Tensor]:
-    return _fresh(results)
-
-
-@torch.library.register_fake("autopar::again")
-def _(arguments: list[Tensor], template: int, call: int) -> list[Tensor]:
+def _again(arguments: list[Tensor], template: int, call: int) -> list[Tensor]:
     assert _current is not None, "the op stands for a module only while a model is traced"
     return _fresh(_current.results_of(template))
+
+
+torch.library.register_fake("autopar::enter", _mark, lib=_library)
+torch.library.register_fake("autopar::leave", _mark, lib=_library)
+torch.library.register_fake("autopar::again", _again, lib=_library)
 
 
 # --- which modules are alike ---------------------------------------------------------------------
@@ -227,7 +229,9 @@ def _candidates(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             chosen = {
                 place
                 for place, child in children
-                if counts[_skeleton(child)] > 1 and any(True for _ in child.parameters()) and not _hooked(child)
+                if counts[_skeleton(child)] > 1
+                and any(True for _ in child.parameters())
+                and not _hooked(child)
             }
         for place, child in children:
             if place in chosen:
@@ -299,7 +303,7 @@ def _tracked(cls: type[nn.Module]) -> type[nn.Module]:
                 _current.read(self, name)
             return cls.__getattribute__(self, name)
 
-        def write(self: nn.Module, name: str, value: object) -> None:
+        def write(self: nn.Module, name: str, value: Any) -> None:
             if _current is not None:
                 _current.wrote()
             cls.__setattr__(self, name, value)
@@ -322,7 +326,9 @@ def _plain_class(cls: type) -> type:
 
 
 def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> bool:
-    """True if a call is told by its tensors and a few immutable values, and can leave nothing in its arguments."""
+    """True if a call is told by its tensors and a few immutable values, and can leave nothing in
+    its arguments.
+    """
     containers = [*args, *kwargs.values()]
     while containers:
         value = containers.pop()
@@ -365,7 +371,9 @@ def _sharing(leaves: list[Any]) -> tuple[int, ...]:
 def _counterparts(
     template: nn.Module, module: nn.Module, placeholders: Mapping[int, fx.Node]
 ) -> dict[fx.Node, fx.Node]:
-    """Placeholders of the template's parameters and buffers, and those of the other module in their places."""
+    """Placeholders of the template's parameters and buffers, and those of the other module in
+    their places.
+    """
     pairs = [
         *zip(
             template.named_parameters(remove_duplicate=False),

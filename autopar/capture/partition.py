@@ -1,4 +1,6 @@
-"""Which block each node belongs to: prologue, repeated modules in order, what is between them, epilogue."""
+"""Which block each node belongs to: prologue, repeated modules in order, what is between them,
+epilogue.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.flat import FlatGraph
+from autopar.capture.flat import FlatGraph, is_random
 from autopar.capture.repeats import Member, find_members
 from autopar.ir.graph import Role, info
 
@@ -18,8 +20,9 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """``slots`` numbers the block of each placed node, not always densely. All other calls are ``floating``: cheap
-    and without activations, so every block that needs one computes it itself. ``paths`` are those of the members.
+    """``slots`` numbers the block of each placed node, not always densely. All other calls are
+    ``floating``: cheap and without activations, so every block that needs one computes it itself.
+    ``paths`` are those of the members.
     """
 
     slots: dict[fx.Node, int]
@@ -30,8 +33,8 @@ class Partition:
 def partition(flat: FlatGraph) -> Partition:
     """Assign every call to a block, such that blocks only read what earlier blocks produce.
 
-    Member k has slot 2k+1. Slot 2k+2 holds what follows a member that is the last of its container; what stands
-    between two members of one container belongs to the first of them.
+    Member k has slot 2k+1. Slot 2k+2 holds what follows a member that is the last of its
+    container; what stands between two members of one container belongs to the first of them.
     """
     calls = list(flat.calls())
     members = find_members(calls)
@@ -109,7 +112,9 @@ _HEAVY = {
 def _floating(
     flat: FlatGraph, calls: list[fx.Node], members: dict[fx.Node, Member]
 ) -> set[fx.Node]:
-    """Cheap calls that depend on no parameter, and views of parameters outside of repeated modules."""
+    """Cheap calls that depend on no parameter, and views of parameters outside of repeated
+    modules.
+    """
     of_inputs: set[fx.Node] = set()
     of_parameters: set[fx.Node] = set()
     for node, value in flat.bindings.items():
@@ -117,12 +122,12 @@ def _floating(
         if value.role is Role.CONSTANT:
             of_parameters.add(node)
     for node in calls:
-        random = (
-            isinstance(node.target, torch._ops.OpOverload)
-            and torch.Tag.nondeterministic_seeded in node.target.tags
-        )
         sources = node.all_input_nodes
-        if not random and node.target not in _HEAVY and all(s in of_inputs for s in sources):
+        if (
+            not is_random(node)
+            and node.target not in _HEAVY
+            and all(s in of_inputs for s in sources)
+        ):
             of_inputs.add(node)
         elif (
             node.target in _VIEWS
@@ -139,7 +144,9 @@ def _sink(
     members: dict[fx.Node, Member],
     flat: FlatGraph,
 ) -> None:
-    """Move what is computed from parameters alone, outside of repeated modules, to its first reader."""
+    """Move what is computed from parameters alone, outside of repeated modules, to its first
+    reader.
+    """
     without_input: Callable[[fx.Node], bool] = _without_input(flat, calls).__contains__
     for node in reversed(calls):
         if node in slots and node not in members and without_input(node):

@@ -39,7 +39,9 @@ def run_reference(
 
 
 def run_kind(kind: BlockKind, operands: list[Tensor], batch: int) -> tuple[Tensor, ...]:
-    """The outputs of a block of this kind at ``batch`` sequences; ``operands`` in the order of its placeholders."""
+    """The outputs of a block of this kind at ``batch`` sequences; ``operands`` in the order of its
+    placeholders.
+    """
     values: dict[fx.Node, Any] = dict(zip(kind.placeholders, operands, strict=True))
     for node in kind.graph.nodes:
         if node.op == "call_function":

@@ -1,4 +1,6 @@
-"""Repeated modules: siblings whose forward passes look alike, found by structure and never by name."""
+"""Repeated modules: siblings whose forward passes look alike, found by structure and never by
+name.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from torch import fx
 from autopar.ir.graph import info
 
 _MIN_SHARE = 0.2
-"""Alike siblings count as repeated blocks if they hold this share of all nodes, so two equal norms do not."""
+"""Alike siblings count as repeated blocks if they hold this share of all nodes, so two equal norms
+do not.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +29,8 @@ class Member:
 def find_members(nodes: Sequence[fx.Node]) -> dict[fx.Node, Member]:
     """The repeated module that each node belongs to; nodes outside of all of them are missing.
 
-    The outermost repetition counts. A module of a list that differs from its siblings (the dense first layer of a
-    mixture of experts) is a member too.
+    The outermost repetition counts. A module of a list that differs from its siblings (the dense
+    first layer of a mixture of experts) is a member too.
     """
     found: dict[fx.Node, Member] = {}
     paths = {node: tuple(part for part in info(node).module.split(".") if part) for node in nodes}

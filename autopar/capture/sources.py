@@ -25,7 +25,9 @@ Inputs = Mapping[str, Tensor] | tuple[Tensor, ...]
 
 
 class ModelSource(Protocol):
-    """A model that can be built. ``spec`` is the text to open it again from, None for a module in memory."""
+    """A model that can be built. ``spec`` is the text to open it again from, None for a module in
+    memory.
+    """
 
     @property
     def name(self) -> str: ...
@@ -38,7 +40,9 @@ class ModelSource(Protocol):
         """None when the loss is inside the model."""
 
     def build(self, *, device: str = "meta", seed: int = 0) -> nn.Module:
-        """The model. On ``meta`` no weight is allocated (buffers are real); elsewhere it is initialized from ``seed``."""
+        """The model. On ``meta`` no weight is allocated (buffers are real); elsewhere it is
+        initialized from ``seed``.
+        """
         ...
 
     def example_inputs(self, seq_len: int | None = None) -> dict[str, Tensor]:
@@ -59,8 +63,9 @@ def open_model(
     """Where ``model`` comes from.
 
     Args:
-        model: A Hugging Face config directory or its ``config.json``; ``"package.module:function"``, which returns
-            ``(model, example_inputs)`` or ``(model, example_inputs, loss_fn)`` and may take ``seq_len``; or a module.
+        model: A Hugging Face config directory or its ``config.json``;
+            ``"package.module:function"``, which returns ``(model, example_inputs)`` or ``(model,
+            example_inputs, loss_fn)`` and may take ``seq_len``; or a module.
         example_inputs: For a module that is not from Hugging Face.
         loss_fn: For a module whose output is no loss.
 
@@ -141,14 +146,15 @@ class FunctionSource:
                 raise InputError(
                     f"{self.spec} failed: {type(error).__name__}: {error}", where=_last_line(error)
                 ) from error
-        match returned:
-            case (nn.Module() as model, dict() | tuple() as inputs):
-                return model, inputs, None
-            case (nn.Module() as model, dict() | tuple() as inputs, loss_fn) if callable(loss_fn):
+        parts: tuple[Any, ...] = returned if isinstance(returned, tuple) else ()
+        if len(parts) in (2, 3) and isinstance(parts[0], nn.Module):
+            model, inputs = parts[:2]
+            loss_fn: LossFn | None = parts[2] if len(parts) == 3 else None
+            if isinstance(inputs, dict | tuple) and (loss_fn is None or callable(loss_fn)):
                 return model, inputs, loss_fn
         raise InputError(
             f"{self.spec} returned {_describe(returned)}",
-            hint="return (model, example_inputs) or (model, example_inputs, loss_fn); inputs are a dict or tuple",
+            hint="return (model, example_inputs) or (model, example_inputs, loss_fn)",
         )
 
 
@@ -175,13 +181,15 @@ class ModuleSource:
         if config is None or not type(self.module).__module__.startswith("transformers."):
             raise InputError(
                 f"example inputs are needed to capture a {self.name}",
-                hint="pass a batch as the model's forward takes it: a dict or tuple of tensors, batch first",
+                hint="pass a batch as forward takes it: a dict or tuple of tensors, batch first",
             )
         return causal_lm_inputs(config, seq_len, self.name)
 
 
 def causal_lm_inputs(config: Any, seq_len: int | None, where: str) -> dict[str, Tensor]:
-    """``input_ids`` and ``labels`` [2, seq_len] on the meta device; the default length is the model's longest."""
+    """``input_ids`` and ``labels`` [2, seq_len] on the meta device; the default length is the
+    model's longest.
+    """
     if seq_len is None:
         seq_len = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(seq_len, int) or seq_len < 1:
@@ -214,7 +222,7 @@ def meta_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not isinstance(value, Tensor) or value.dim() == 0:
             raise InputError(
                 f"example input {name!r} is {_describe(value)}",
-                hint="inputs are tensors whose dim 0 is the batch; fix other arguments in the module",
+                hint="inputs are tensors whose dim 0 is the batch; fix other arguments in forward",
             )
     batches = {name: value.shape[0] for name, value in inputs.items()}
     if len(set(batches.values())) != 1:
@@ -279,7 +287,7 @@ def _find_function(spec: str) -> Callable[..., object]:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise InputError(f"module {module_name!r} has no function {function_name!r}", where=spec)
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _describe(value: object) -> str:

@@ -27,16 +27,17 @@ def capture(
     compute_dtype: torch.dtype = torch.float32,
     name: str | None = None,
 ) -> ModelGraph:
-    """The forward pass of ``model`` with its loss, for any batch size, cut into blocks with repeated ones folded.
+    """The forward pass of ``model`` with its loss, for any batch size, cut into blocks with
+    repeated ones folded.
 
-    The model is not changed and its weights are not read; it is captured in train mode. The loss is what the
-    model returns (a scalar, or an output with a ``loss``) or what ``loss_fn(output, batch)`` makes of it, where
-    ``batch`` has all inputs by name.
+    The model is not changed and its weights are not read; it is captured in train mode. The loss
+    is what the model returns (a scalar, or an output with a ``loss``) or what ``loss_fn(output,
+    batch)`` makes of it, where ``batch`` has all inputs by name.
 
     Args:
         model: Any module, on any device.
-        example_inputs: As ``forward`` takes them, batch first. With ``loss_fn``, inputs that ``forward`` does
-            not take go to the loss alone.
+        example_inputs: As ``forward`` takes them, batch first. With ``loss_fn``, inputs that
+            ``forward`` does not take go to the loss alone.
         loss_fn: Gives a scalar.
         compute_dtype: What floats are computed in: float32, bfloat16 or float64.
         name: Of the model; the class by default.

@@ -1,4 +1,6 @@
-"""A mean cross-entropy becomes a sum over tokens and their number; any other loss stays what it is."""
+"""A mean cross-entropy becomes a sum over tokens and their number; any other loss stays what it
+is.
+"""
 
 from __future__ import annotations
 
