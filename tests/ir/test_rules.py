@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autopar.ir.rules import registry
-from tests.ir.prove import prove, prove_jointly
+from tests.ir.prove import Sample, prove, prove_jointly
 from tests.ir.samples import SAMPLES, Source
 
 
@@ -45,6 +45,28 @@ def test_every_option_computes_what_the_op_computes(name: str) -> None:
         prove(SAMPLES[name](Source(data.draw, axis_size)), axis_size)
 
     every_option()
+
+
+def _floats(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+FOUND_BY_SEARCH = {
+    "a mask is broadcast over grouped heads": Sample(
+        target=torch.ops.aten.scaled_dot_product_attention.default,
+        args=(_floats(2, 4, 2, 2), _floats(2, 2, 2, 2), _floats(2, 2, 2, 2), _floats(2, 1, 2, 2)),
+        kwargs={"enable_gqa": True},
+    ),
+    "narrow takes a whole dim": Sample(
+        target=torch.ops.aten.narrow.default, args=(_floats(4, 4), 1, 0, 4)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", sorted(FOUND_BY_SEARCH))
+def test_what_a_search_found_is_right(what: str) -> None:
+    prove(FOUND_BY_SEARCH[what], 2)
+    prove_jointly(FOUND_BY_SEARCH[what], (2, 2))
 
 
 _JOINT = (

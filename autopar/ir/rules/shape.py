@@ -129,6 +129,8 @@ def _resized(node: fx.Node) -> Rule | None:
         for place, sizes in enumerate(zip(shape, changed, strict=True))
         if sizes[0] != sizes[1]
     }
+    if node.target is _aten.narrow.default:  # its length is an argument even where nothing changes
+        whole.add(wrapped([call.integer("dim")], len(shape))[0])
     pads = list(call.argument_or("pad", ()))
     whole |= {len(shape) - 1 - place // 2 for place, pad in enumerate(pads) if pad != 0}
     dims, sizes = plain_dims(call, whole)

@@ -103,7 +103,7 @@ class SizeTable:
                     table._learn(dim.factors[0], size)
                 elif dim.factors:
                     products.append((dim, size))
-        for dim, size in products:
+        for dim, size in sorted(products, key=lambda product: product[1] == 1):
             table._learn_product(dim, size)
         return table
 
@@ -119,6 +119,9 @@ class SizeTable:
         known: Size = 1
         for factor in dim.factors:
             known = known * self.sizes.get(factor, 1)
+        if size == 1:  # the factors are all 1, or the dim is broadcast
+            self.sizes.update(dict.fromkeys(unknown, 1))
+            return
         if len(unknown) > 1:
             raise InputError(f"the sizes of {', '.join(unknown)} cannot be told from their product")
         if unknown:
