@@ -50,6 +50,7 @@ def cuts(draw: st.DrawFn, num_blocks: int) -> list[SegmentPlan]:
 
 @given(model=seeds, layout=seeds, mesh=meshes, steps=st.integers(1, 6))
 @example(model=306, layout=2, mesh=Mesh(tp=2), steps=4)  # only a dead op knew of blocks
+@example(model=137, layout=0, mesh=Mesh(tp=2), steps=4)  # x - x: gradients are rounding
 def test_any_layout_gives_the_loss_and_gradients_of_one_device(
     model: int, layout: int, mesh: Mesh, steps: int
 ):
