@@ -1,9 +1,10 @@
-"""Running a program on ranks: communication, parameter storage, and the interpreter of schedules."""
+"""Running a program on ranks: communication, parameter storage, the interpreter of schedules."""
 
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.engine import Engine, StepResult, schedule_of
 from autopar.runtime.launch import connect, is_launched, rehearse
 from autopar.runtime.optimizers import OptimizerFactory
+from autopar.runtime.share import num_launched, share_text
 
 __all__ = [
     "Communicator",
@@ -12,6 +13,8 @@ __all__ = [
     "StepResult",
     "connect",
     "is_launched",
+    "num_launched",
     "rehearse",
     "schedule_of",
+    "share_text",
 ]

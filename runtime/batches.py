@@ -1,7 +1,7 @@
 """Which part of a batch a rank computes.
 
-Data rank d takes the d-th of ``dp`` equal runs of rows of the global batch, and its micro-batch m is the m-th run of
-``micro_batch_size`` rows of these. ``local=True`` batches hold these rows only.
+Data rank d takes the d-th of ``dp`` equal runs of rows of the global batch, and its micro-batch m
+is the m-th run of ``micro_batch_size`` rows of these. ``local=True`` batches hold these rows only.
 """
 
 from __future__ import annotations

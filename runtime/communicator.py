@@ -1,5 +1,5 @@
-"""What the runtime asks of communication. Two implementations: ``distributed`` (torch.distributed) and
-``threads`` (ranks as threads of one process).
+"""What the runtime asks of communication. Two implementations: ``distributed`` (torch.distributed)
+and ``threads`` (ranks as threads of one process).
 
 Collectives that are *started* work in given buffers, which nobody may touch before ``Work.wait``.
 """
@@ -100,7 +100,8 @@ class Communicator(Protocol):
         ...
 
     def write_checkpoint(self, tensors: Mapping[str, Tensor], path: Path) -> None:
-        """Write all ranks' tensors (every key on one rank only) with torch.distributed.checkpoint."""
+        """Write all ranks' tensors (every key on one rank only) with torch.distributed.checkpoint.
+        """
         ...
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""Communication over ``torch.distributed``: the one place where process groups are made and ended."""
+"""Communication over ``torch.distributed``: the one place where process groups are made and ended.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, MESH_AXES, Mesh
 from autopar.ir.schedule_checks import Channel
+from autopar.runtime.checkpoint_files import write_together
 from autopar.runtime.communicator import WORLD_AXIS, Group, Work
 from autopar.runtime.distributed_group import DistributedGroup, Pair
 from autopar.runtime.failures import FailureWatch
@@ -31,7 +32,8 @@ class DistributedCommunicator:
         mesh: The mesh; this process is the rank that the default group says.
         device: Where this rank's tensors are.
         timeout_s: For every wait.
-        store: The rendezvous store, to report and watch failures; None for a group that has no real peers.
+        store: The rendezvous store, to report and watch failures; None for a group that has no real
+            peers.
         owns_processes: End the default group with ``close``.
     """
 
@@ -102,7 +104,7 @@ class DistributedCommunicator:
         return None if self._watch is None else self._watch.await_message()
 
     def write_checkpoint(self, tensors: Mapping[str, Tensor], path: Path) -> None:
-        dcp.save(dict(tensors), checkpoint_id=path)
+        write_together(tensors, path)
 
     def close(self) -> None:
         if not self._open:
@@ -115,7 +117,9 @@ class DistributedCommunicator:
         self._destroy()
 
     def _destroy(self) -> None:
-        """End the groups of this communicator; the default group only if it is ours or communication failed."""
+        """End the groups of this communicator; the default group only if it is ours or
+        communication failed.
+        """
         self._open = False
         handles = [group.handle for name, group in self._groups.items() if name != WORLD_AXIS]
         handles += [group.handle for group in self._ties.values()]
@@ -130,7 +134,9 @@ class DistributedCommunicator:
                 dist.destroy_process_group(handle)
 
     def _abort(self) -> None:
-        """Called by the watch: end this rank's own waits, where the backend can (its kernels on a GPU)."""
+        """Called by the watch: end this rank's own waits, where the backend can (its kernels on a
+        GPU).
+        """
         for group in self._groups.values():
             if group.handle is not None:
                 try:

@@ -92,7 +92,9 @@ class DistributedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One direction between two ranks: a group of its own, so that no message waits behind another's."""
+    """One direction between two ranks: a group of its own, so that no message waits behind
+    another's.
+    """
 
     source: int
     target: int
@@ -113,7 +115,9 @@ class Pair:
 
 @contextmanager
 def _translated_errors(what: str) -> Iterator[None]:
-    """Backends raise plain ``RuntimeError``: name what failed, so that it is not taken for an error of the model."""
+    """Backends raise plain ``RuntimeError``: name what failed, so that it is not taken for an error
+    of the model.
+    """
     try:
         yield
     except RuntimeError as error:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir.errors import AutoparError, InputError, RankFailedError
-from autopar.ir.graph import LossKind, ModelGraph, Role, ValueId
+from autopar.ir.graph import ModelGraph, Role, ValueId
 from autopar.ir.mesh import LAYOUT_AXES
 from autopar.ir.placement import StateKind
 from autopar.ir.plan import Plan
@@ -95,9 +95,7 @@ class Engine:
         communicator.open(_channels(self.schedule), _ties(program))
         self._actions = self.schedule.actions[self.stage]
         self._num_reductions = Counter(
-            action.segment
-            for action in self._actions
-            if action.kind is ActionKind.REDUCE_GRADIENTS
+            action.segment for action in self._actions if action.kind is ActionKind.REDUCE_GRADIENTS
         )
         self.store = ParameterStore(
             self._program,
@@ -126,12 +124,14 @@ class Engine:
         """One optimizer step.
 
         Args:
-            batch: Inputs by name: the global batch, the same on every rank, or with ``local`` this data rank's share.
-                Data rank d takes the d-th of dp equal runs of rows, in micro-batches of consecutive rows.
+            batch: Inputs by name: the global batch, the same on every rank, or with ``local`` this
+                data rank's share. Data rank d takes the d-th of dp equal runs of rows, in micro-
+                batches of consecutive rows.
             local: See ``batch``.
 
         Raises:
-            InputError: the batch does not fit the plan, has no valid token, or no parameters were loaded.
+            InputError: the batch does not fit the plan, has no valid token, or no parameters were
+                loaded.
             RankFailedError: this or another rank failed; no further step is possible.
         """
         if not self._is_loaded:
@@ -176,7 +176,9 @@ class Engine:
         return state.full_gradients(self.store, self.communicator, self._model)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters, optimizer state and step: global tensors on the CPU, on every rank; every rank calls it."""
+        """Parameters, optimizer state and step: global tensors on the CPU, on every rank; every
+        rank calls it.
+        """
         return state.full_state(
             self.store, self.communicator, self._model, self.optimizer, self.num_steps
         )
@@ -199,6 +201,13 @@ class Engine:
     def close(self) -> None:
         """End communication; every rank calls it."""
         self.communicator.close()
+
+    def abort(self, error: BaseException) -> None:
+        """End all ranks because of an error outside of a step; nothing waits."""
+        self.communicator.report_failure(
+            f"rank {self.communicator.rank}, stage {self.stage}, outside of a step: "
+            f"{type(error).__name__}: {error}"
+        )
 
     def _own_segments(self) -> tuple[Segment, ...]:
         return tuple(runner.segment for runner in self._runners.values())
@@ -244,9 +253,7 @@ class Engine:
             passed[value] if value in passed else self._argument(value, action.micro_batch)
             for value in segment.arguments
         ]
-        results = dict(
-            zip(segment.results, self._runners[action.segment](arguments), strict=True)
-        )
+        results = dict(zip(segment.results, self._runners[action.segment](arguments), strict=True))
         seed = None
         if action.segment == self.schedule.num_segments - 1:
             loss = results[self._model.loss]
@@ -313,9 +320,7 @@ class Engine:
     def _receive(self, action: Action) -> None:
         segment = self._runners[action.segment].segment
         receives_activations = action.kind is ActionKind.RECEIVE_ACTIVATIONS
-        values = (
-            segment.received if receives_activations else self._differentiated(segment.sent)
-        )
+        values = segment.received if receives_activations else self._differentiated(segment.sent)
         channel = channel_of(self.schedule, action)
         assert channel is not None
         buffers = tuple(
@@ -357,7 +362,8 @@ class Engine:
         self.store.drop_gradients()
 
     def _loss_and_weight(self) -> tuple[Tensor, Tensor]:
-        """This rank's terms of both sums, float64: zero where another rank counts the same value."""
+        """This rank's terms of both sums, float64: zero where another rank counts the same value.
+        """
         return (
             self._own_term(self._model.loss, self._state.losses),
             self._own_term(self._model.weight, self._state.weights),

@@ -1,4 +1,5 @@
-"""How ranks learn that another one failed: a key of the rendezvous store, which every rank watches."""
+"""How ranks learn that another one failed: a key of the rendezvous store, which every rank watches.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +19,14 @@ class FailureWatch:
     """Watches the store from a thread with its own connection.
 
     Args:
-        store: Where failures are reported.
-        on_failure: Called once, from the thread, when another rank reports one: has to end what waits.
+        store: Where failures are reported; a client of other processes.
+        on_failure: Called once, from the thread, when another rank reports one: has to end what
+            waits.
     """
 
     def __init__(self, store: dist.Store, on_failure: Callable[[], None]) -> None:
         self._reporting = store
-        self._watching = store.clone()
+        self._watching: dist.Store = store.clone()  # type: ignore[attr-defined] # torch's stubs lack it
         self._on_failure = on_failure
         self._message: str | None = None
         self._reported = False

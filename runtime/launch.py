@@ -1,7 +1,11 @@
-"""Start communication: under ``torchrun``, on what the plan's hardware file names; or on nothing, to rehearse."""
+"""Start communication: under ``torchrun``, on what the plan's hardware file names; or on nothing,
+to rehearse.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 from datetime import timedelta
 
@@ -15,6 +19,7 @@ from autopar.runtime.distributed import DistributedCommunicator
 
 DEFAULT_TIMEOUT_S = 300.0
 _TIMEOUT_VARIABLE = "AUTOPAR_TIMEOUT_S"
+_connections = itertools.count()
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -35,7 +40,7 @@ def connect(plan: Plan, *, timeout_s: float | None = None) -> DistributedCommuni
         ClusterError: the ranks that run are not those of the plan, or have not its device.
     """
     if timeout_s is None:
-        timeout_s = _timeout_from_environment()
+        timeout_s = timeout_from_environment()
     mesh = plan.device_mesh()
     device = _local_device(plan.cluster.device)
     owns_processes = not dist.is_initialized()
@@ -55,7 +60,8 @@ def connect(plan: Plan, *, timeout_s: float | None = None) -> DistributedCommuni
 
 
 def rehearse(mesh: Mesh, rank: int) -> DistributedCommunicator:
-    """A rank whose peers do not exist: tensors without memory, collectives that check and do nothing.
+    """A rank whose peers do not exist: tensors without memory, collectives that check and do
+    nothing.
 
     Whatever a plan's size, ``rank``'s step can be run: every action, shape and group.
     """
@@ -71,6 +77,19 @@ def rehearse(mesh: Mesh, rank: int) -> DistributedCommunicator:
     )
 
 
+@functools.cache
+def launch_store(timeout_s: float) -> tuple[dist.Store, int, int]:
+    """The store of all launched processes, this one's rank, and their number.
+
+    It is kept for as long as the process lives: the first rank may hold it for the others.
+    """
+    store, rank, world_size = next(
+        dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))
+    )
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store, rank, world_size
+
+
 def _join(backend: str, device: torch.device, mesh: Mesh, timeout_s: float) -> dist.Store:
     """Make the default process group; returns the store in which failures are reported."""
     timeout = timedelta(seconds=timeout_s)
@@ -78,7 +97,7 @@ def _join(backend: str, device: torch.device, mesh: Mesh, timeout_s: float) -> d
         world_size = int(os.environ["WORLD_SIZE"])
         if world_size != mesh.num_ranks:
             raise _wrong_number(world_size, mesh)
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        store, rank, world_size = launch_store(timeout_s)
     elif mesh.num_ranks == 1:
         store, rank, world_size = dist.HashStore(), 0, 1
     else:
@@ -86,21 +105,23 @@ def _join(backend: str, device: torch.device, mesh: Mesh, timeout_s: float) -> d
             f"the plan is for {mesh.num_ranks} ranks, but this process runs alone",
             hint=f"torchrun --nproc-per-node {mesh.num_ranks} …",
         )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store.set_timeout(timeout)
+    # a key is used once: not by the groups of an earlier start, nor of an earlier connection
+    name = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_connections)}"
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"groups/{attempt}", store),
+        store=dist.PrefixStore(f"groups/{name}", store),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
         device_id=device if device.index is not None else None,
     )
-    return dist.PrefixStore(f"failures/{attempt}", store)
+    return dist.PrefixStore(f"failures/{name}", store)
 
 
 def _local_device(device_type: str) -> torch.device:
-    """This process's device: on an accelerator the one of its local rank, which becomes the current one."""
+    """This process's device: on an accelerator the one of its local rank, which becomes the current
+    one.
+    """
     device = torch.device(device_type)
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device.type:
@@ -117,7 +138,8 @@ def _local_device(device_type: str) -> torch.device:
     return torch.device(device_type, index)
 
 
-def _timeout_from_environment() -> float:
+def timeout_from_environment() -> float:
+    """Seconds that a wait may take: ``AUTOPAR_TIMEOUT_S`` of the environment, or 300."""
     text = os.environ.get(_TIMEOUT_VARIABLE)
     if text is None:
         return DEFAULT_TIMEOUT_S

@@ -14,7 +14,9 @@ OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def optimizer_factory(training: TrainingPlan) -> OptimizerFactory:
-    """The factory of the plan's optimizer. For ``sgd`` betas and eps have no meaning, momentum is 0."""
+    """The factory of the plan's optimizer. For ``sgd`` betas and eps have no meaning, momentum is
+    0.
+    """
 
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         if training.optimizer == "sgd":

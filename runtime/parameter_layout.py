@@ -1,4 +1,6 @@
-"""Which part of a logical parameter a rank holds: its shard over tensor parallelism, then a run of rows of that."""
+"""Which part of a logical parameter a rank holds: its shard over tensor parallelism, then a run of
+rows of that.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,10 @@ class ParameterLayout:
     Attributes:
         shape: Global.
         tensor_state: State on the tensor axis.
-        local_shape: Of the tensor-parallel shard, which segments use; at least one dim (scalars get one).
-        num_shards: Ranks among which rows of the local shape are divided, in chunks of equal size; the last
-            chunks may be short or empty.
+        local_shape: Of the tensor-parallel shard, which segments use; at least one dim (scalars get
+            one).
+        num_shards: Ranks among which rows of the local shape are divided, in chunks of equal size;
+            the last chunks may be short or empty.
         shard: Which of these this rank holds.
     """
 
@@ -88,7 +91,9 @@ class ParameterLayout:
         return local.reshape(self.shape)
 
     def add_to_chunks(self, chunks: Tensor, values: Tensor) -> None:
-        """Add a tensor of the local shape to ``chunks [num_shards, ≥ rows of a chunk × row]``, in place."""
+        """Add a tensor of the local shape to ``chunks [num_shards, ≥ rows of a chunk × row]``, in
+        place.
+        """
         for target, source in self._chunked(chunks, values):
             target.add_(source)
 
@@ -98,7 +103,8 @@ class ParameterLayout:
             target.copy_(source)
 
     def _chunked(self, chunks: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Equal-shaped views of both, which cover ``values``: the full chunks, and the short one."""
+        """Equal-shaped views of both, which cover ``values``: the full chunks, and the short one.
+        """
         rows, num_rows = self.chunk_rows, self.local_shape[0]
         values = values.reshape(num_rows, self.row_numel)
         num_full, rest = divmod(num_rows, rows)
@@ -111,5 +117,7 @@ class ParameterLayout:
 
 
 def master_dtype(compute_dtype: torch.dtype) -> torch.dtype:
-    """Type of trained parameters, gradients and optimizer state: float32, or wider where compute is wider."""
+    """Type of trained parameters, gradients and optimizer state: float32, or wider where compute is
+    wider.
+    """
     return torch.promote_types(compute_dtype, torch.float32)

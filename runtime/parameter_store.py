@@ -1,6 +1,8 @@
-"""The parameters of a pipeline stage: its units, what each segment uses of them, and the end of a step.
+"""The parameters of a pipeline stage: its units, what each segment uses of them, and the end of a
+step.
 
-A parameter that several segments of the stage use is stored, gathered and reduced once for all of them.
+A parameter that several segments of the stage use is stored, gathered and reduced once for all of
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from autopar.runtime.parameter_layout import ParameterLayout, master_dtype
 from autopar.runtime.parameter_unit import ParameterUnit, UnitGroups
 
 _UnitKey = tuple[tuple[int, ...], tuple[int, ...], bool, torch.dtype, bool]
-"""Segments that use the unit, stages that have it, trained or not, compute type, partial on the data axis or not."""
+"""Segments that use the unit, stages that have it, trained or not, compute type, partial on the
+data axis or not.
+"""
 
 
 class ParameterStore:
@@ -89,7 +93,9 @@ class ParameterStore:
 
     @property
     def ties(self) -> tuple[str, ...]:
-        """Trained parameters of this stage that other stages have too, in an order common to all stages."""
+        """Trained parameters of this stage that other stages have too, in an order common to all
+        stages.
+        """
         return tuple(
             sorted(
                 name
@@ -122,7 +128,9 @@ class ParameterStore:
                 unit.free()
 
     def start_reduce(self, segment: int) -> None:
-        """Start to reduce the gradients that ``segment``'s backward completed; earlier reductions go one step on."""
+        """Start to reduce the gradients that ``segment``'s backward completed; earlier reductions
+        go one step on.
+        """
         self.num_reductions[segment] = self.num_reductions.get(segment, 0) + 1
         self._advance()
         remaining = self._remaining_reductions
@@ -135,7 +143,8 @@ class ParameterStore:
                 self._start(unit.start_reduce(is_last=is_last))
 
     def begin_step(self, num_reductions: Mapping[int, int]) -> None:
-        """Forget the last step. ``num_reductions`` says how often this step reduces each segment."""
+        """Forget the last step. ``num_reductions`` says how often this step reduces each segment.
+        """
         self._held.clear()
         self._remaining_reductions = dict(num_reductions)
         self.num_gathers, self.num_reductions = {}, {}
@@ -144,7 +153,9 @@ class ParameterStore:
             unit.outdate()
 
     def finish_gradients(self) -> None:
-        """Wait for all reductions, and add up the gradients of parameters that other stages have too."""
+        """Wait for all reductions, and add up the gradients of parameters that other stages have
+        too.
+        """
         while self._pending:
             self._advance()
         for name in self.ties:
@@ -154,7 +165,9 @@ class ParameterStore:
             unit.attach_gradients()
 
     def squared_norm(self) -> Tensor:
-        """This rank's part of the squared norm of all gradients, each element counted on one rank; float64."""
+        """This rank's part of the squared norm of all gradients, each element counted on one rank;
+        float64.
+        """
         at = self._communicator.mesh.coordinates(self._communicator.rank)
         total = torch.zeros((), dtype=torch.float64, device=self._communicator.device)
         if at[REPLICATE_AXIS if self._sharded else DATA_AXIS] != 0:

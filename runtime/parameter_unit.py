@@ -1,7 +1,8 @@
 """Parameters that the same segments use: stored as shards, gathered, freed and reduced together.
 
-All buffers are flat. A *shard buffer* holds one chunk of every parameter, one after the other; an all-gather of
-shard buffers gives ``[num_shards, shard numel]``, in which chunk i of every parameter is in row i.
+All buffers are flat. A *shard buffer* holds one chunk of every parameter, one after the other; an
+all-gather of shard buffers gives ``[num_shards, shard numel]``, in which chunk i of every parameter
+is in row i.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from autopar.runtime.parameter_layout import ParameterLayout, master_dtype
 class UnitGroups:
     """Groups over which a unit communicates.
 
-    ``shard`` gathers parameters and scatters gradients (None: every rank holds all), ``replicate`` sums gradients
-    after that, ``tensor`` sums those that are partial on the tensor axis.
+    ``shard`` gathers parameters and scatters gradients (None: every rank holds all), ``replicate``
+    sums gradients after that, ``tensor`` sums those that are partial on the tensor axis.
     """
 
     shard: Group | None
@@ -33,10 +34,12 @@ class ParameterUnit:
     """See the module.
 
     Args:
-        layouts: Parameters whose gradients are partial on the tensor axis first, those sharded on it last.
+        layouts: Parameters whose gradients are partial on the tensor axis first, those sharded on
+            it last.
         trainable: Whether they take gradients.
         compute_dtype: Type in which segments use them. Frozen ones are stored in it too.
-        is_data_partial: Their gradients differ between data ranks and are summed; otherwise each has the sum.
+        is_data_partial: Their gradients differ between data ranks and are summed; otherwise each
+            has the sum.
     """
 
     def __init__(
@@ -60,7 +63,9 @@ class ParameterUnit:
         self._shard_numel = self._offsets[-1]
         self._master = torch.zeros(self._shard_numel, dtype=self._master_dtype, device=device)
         self.parameters: Mapping[str, nn.Parameter] = {
-            layout.name: nn.Parameter(self._shard_view(self._master, index), requires_grad=trainable)
+            layout.name: nn.Parameter(
+                self._shard_view(self._master, index), requires_grad=trainable
+            )
             for index, layout in enumerate(layouts)
         }
         self._is_stored_whole = self._num_shards == 1 and self._master_dtype == compute_dtype
@@ -111,7 +116,8 @@ class ParameterUnit:
         self._is_gathered = self._is_stored_whole
 
     def start_reduce(self, *, is_last: bool) -> Iterator[Work]:
-        """Reduce what was accumulated into ``gradient``: yields each communication, to be waited for by the caller.
+        """Reduce what was accumulated into ``gradient``: yields each communication, to be waited
+        for by the caller.
 
         Args:
             is_last: No more gradients come in this step: sum over all remaining axes.
@@ -153,7 +159,9 @@ class ParameterUnit:
             parameter.grad = None
 
     def sum_of_squares(self, *, only_tensor_sharded: bool) -> Tensor:
-        """Of the gradient, in float64; on request without what other ranks of the tensor axis hold too."""
+        """Of the gradient, in float64; on request without what other ranks of the tensor axis hold
+        too.
+        """
         assert self.gradient is not None
         start = 0
         if only_tensor_sharded:

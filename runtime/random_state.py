@@ -1,4 +1,5 @@
-"""Random numbers of a step: the same on all tensor ranks, different between data ranks and stages."""
+"""Random numbers of a step: the same on all tensor ranks, different between data ranks and stages.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +12,12 @@ import torch
 
 @contextmanager
 def step_random_state(seed: tuple[int, ...], device: torch.device) -> Iterator[None]:
-    """Seed the generators of the CPU and ``device`` with ``seed``; put them back as they were afterwards.
+    """Seed the generators of the CPU and ``device`` with ``seed``; put them back as they were
+    afterwards.
 
     Args:
-        seed: Numbers that name the stream: the plan's seed, the step, the data coordinate, the stage.
+        seed: Numbers that name the stream: the plan's seed, the step, the data coordinate, the
+            stage.
     """
     devices = [device.index] if device.index is not None else []
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else None):

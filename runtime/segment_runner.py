@@ -1,4 +1,5 @@
-"""Run a segment forward: its blocks in order, each recomputed in backward where the plan says so."""
+"""Run a segment forward: its blocks in order, each recomputed in backward where the plan says so.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ class SegmentRunner:
     Args:
         segment: With the rank's axis groups bound.
         model: The captured model.
-        recompute: Keep only what passes between blocks, and compute each block again in backward. The block that
-            makes the loss is not recomputed: its backward follows at once.
+        recompute: Keep only what passes between blocks, and compute each block again in backward.
+            The block that makes the loss is not recomputed: its backward follows at once.
     """
 
     def __init__(self, segment: Segment, model: ModelGraph, *, recompute: bool) -> None:

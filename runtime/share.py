@@ -9,9 +9,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from autopar.ir.errors import AutoparError, RankFailedError
-from autopar.runtime.launch import is_launched, timeout_from_environment
+from autopar.runtime.launch import is_launched, launch_store, timeout_from_environment
 
-_OK, _FAILED = b"1", b"0"
+_OK, _FAILED = "1", "0"
 
 
 def num_launched() -> int:
@@ -31,27 +31,27 @@ def share_text(name: str, make: Callable[[], str]) -> str:
     """
     if num_launched() == 1:
         return make()
-    timeout = timedelta(seconds=timeout_from_environment())
-    store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+    timeout_s = timeout_from_environment()
+    store, rank, _ = launch_store(timeout_s)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     shared = dist.PrefixStore(f"{name}/{attempt}", store)
-    shared.set_timeout(timeout)
+    shared.set_timeout(timedelta(seconds=timeout_s))
     if rank == 0:
         try:
             text = make()
         except BaseException as error:
-            shared.set("text", _FAILED + str(error).encode())
+            shared.set("text", _FAILED + str(error))
             raise
-        shared.set("text", _OK + text.encode())
+        shared.set("text", _OK + text)
         return text
     try:
-        found: bytes = shared.get("text")
+        found: str = shared.get("text").decode()
     except dist.DistStoreError as error:
         raise RankFailedError(
-            f"the first rank made no {name} within {timeout.total_seconds():.0f} s: {error}",
+            f"the first rank made no {name} within {timeout_s:.0f} s: {error}",
             where=f"rank {rank}",
             hint="set AUTOPAR_TIMEOUT_S higher, or plan beforehand with `autopar plan`",
         ) from None
     if found[:1] == _FAILED:
-        raise AutoparError(f"the first rank has no {name}: {found[1:].decode()}")
-    return found[1:].decode()
+        raise AutoparError(f"the first rank has no {name}: {found[1:]}")
+    return found[1:]

@@ -1,7 +1,8 @@
-"""Global tensors in and out of the ranks: initial values, whole parameters and gradients, checkpoints.
+"""Global tensors in and out of the ranks: initial values, whole parameters and gradients,
+checkpoints.
 
-A checkpoint holds global tensors (``parameters/<name>``, ``optimizer/<key>/<name>``, ``num_steps``), so that it does
-not depend on the plan that wrote it.
+A checkpoint holds global tensors (``parameters/<name>``, ``optimizer/<key>/<name>``,
+``num_steps``), so that it does not depend on the plan that wrote it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from autopar.ir.errors import InputError
 from autopar.ir.graph import ModelGraph
 from autopar.ir.mesh import DATA_AXIS, PIPELINE_AXIS, SHARD_AXIS, TENSOR_AXIS
+from autopar.runtime.checkpoint_files import read_tensor, stored_tensors
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.parameter_layout import ParameterLayout
 from autopar.runtime.parameter_store import ParameterStore
@@ -73,9 +73,7 @@ def full_state(
         def part(name: str, plain: str = plain) -> Tensor | None:
             return _optimizer_state(store, optimizer, name).get(plain)
 
-        whole = _all_whole(
-            store, communicator, model, part, only=trained, is_sharded=sharded
-        )
+        whole = _all_whole(store, communicator, model, part, only=trained, is_sharded=sharded)
         found |= {f"optimizer/{plain}/{name}": tensor.cpu() for name, tensor in whole.items()}
     return found | {_STEPS: torch.tensor(num_steps)}
 
@@ -115,8 +113,10 @@ def load(
     communicator: Communicator,
     optimizer: Optimizer | None,
 ) -> int:
-    """Read this rank's part of a checkpoint; returns its number of steps. Parameters are read one at a time."""
-    stored = _stored_tensors(path)
+    """Read this rank's part of a checkpoint; returns its number of steps. Parameters are read one
+    at a time.
+    """
+    stored = stored_tensors(path)
     for name, layout in store.layouts.items():
         parameter = store.parameters[name]
         keys = [f"parameters/{name}"]
@@ -125,7 +125,7 @@ def load(
         for key in keys:
             if key not in stored:
                 raise InputError(f"the checkpoint has no parameter {name}", where=str(path))
-            whole = _read(path, key, stored[key])
+            whole = read_tensor(path, key, stored)
             if key.startswith("parameters/"):
                 _fill(parameter, whole, layout, communicator)
                 continue
@@ -137,7 +137,7 @@ def load(
                 state[_state_key(key)] = value
             else:
                 state[_state_key(key)] = whole
-    return int(_read(path, _STEPS, stored[_STEPS]).item())
+    return int(read_tensor(path, _STEPS, stored).item())
 
 
 def _fill(
@@ -167,7 +167,9 @@ def _all_whole(
     only: set[str] | None = None,
     is_sharded: bool = True,
 ) -> dict[str, Tensor]:
-    """Whole tensors by parameter, on every rank: assembled on the first stage that has them, then sent to all."""
+    """Whole tensors by parameter, on every rank: assembled on the first stage that has them, then
+    sent to all.
+    """
     stage = communicator.mesh.coordinates(communicator.rank)[PIPELINE_AXIS]
     found: dict[str, Tensor] = {}
     for name in sorted(store.stages if only is None else only):
@@ -201,7 +203,9 @@ def _optimizer_state(
 def _agreed_keys(
     store: ParameterStore, communicator: Communicator, optimizer: Optimizer | None
 ) -> tuple[str, ...]:
-    """Keys of the optimizer's state, also on a stage that trains nothing; sharded ones end in ``[]``."""
+    """Keys of the optimizer's state, also on a stage that trains nothing; sharded ones end in
+    ``[]``.
+    """
     keys: set[str] = set()
     for name, parameter in store.parameters.items():
         for key, value in _optimizer_state(store, optimizer, name).items():
@@ -211,24 +215,6 @@ def _agreed_keys(
     numbers = torch.tensor(list(text), dtype=torch.int32, device=communicator.device)
     agreed = communicator.group(PIPELINE_AXIS).all_reduce(numbers, "max")
     return tuple(bytes(agreed.tolist()).rstrip(b"\0").decode().split())
-
-
-def _stored_tensors(path: Path) -> Mapping[str, TensorStorageMetadata]:
-    try:
-        metadata = dcp.FileSystemReader(path).read_metadata()
-    except (OSError, dcp.api.CheckpointException) as error:
-        raise InputError(f"cannot read a checkpoint: {error}", where=str(path)) from None
-    return {
-        key: value
-        for key, value in metadata.state_dict_metadata.items()
-        if isinstance(value, TensorStorageMetadata)
-    }
-
-
-def _read(path: Path, key: str, stored: TensorStorageMetadata) -> Tensor:
-    tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
-    dcp.load({key: tensor}, checkpoint_id=path, no_dist=True)
-    return tensor
 
 
 def _state_key(key: str) -> str:

@@ -1,4 +1,6 @@
-"""Tensors of one step: what segments received, made and still have to send, by (segment, micro-batch)."""
+"""Tensors of one step: what segments received, made and still have to send, by (segment, micro-
+batch).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ Cell = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incoming:
-    """Tensors that come from another stage (``works`` in flight) or from a segment of the same stage."""
+    """Tensors that come from another stage (``works`` in flight) or from a segment of the same
+    stage.
+    """
 
     tensors: tuple[Tensor, ...]
     works: tuple[Work, ...] = ()
@@ -29,7 +33,9 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tape:
-    """What backward needs of a forward: received leaves, and for each result its edge (None: takes no gradient)."""
+    """What backward needs of a forward: received leaves, and for each result its edge (None: takes
+    no gradient).
+    """
 
     leaves: tuple[Tensor, ...]
     edges: tuple[GradientEdge | None, ...]

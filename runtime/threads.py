@@ -1,4 +1,5 @@
-"""Ranks as threads of one process: groups and channels without a backend, for tests and debugging."""
+"""Ranks as threads of one process: groups and channels without a backend, for tests and debugging.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from autopar.ir.axis_group import Reduction
 from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, MESH_AXES, Mesh
 from autopar.ir.schedule_checks import Channel
+from autopar.runtime.checkpoint_files import write_alone
 from autopar.runtime.communicator import WORLD_AXIS, CommunicationError, Done, Group, Work
 
 Result = TypeVar("Result")
@@ -25,7 +26,9 @@ _POLL_S = 0.02
 
 
 class Meeting:
-    """Where the threads of one group exchange tensors. A failed thread breaks it, so that no other waits."""
+    """Where the threads of one group exchange tensors. A failed thread breaks it, so that no other
+    waits.
+    """
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size)
@@ -34,7 +37,9 @@ class Meeting:
     def exchange(
         self, rank: int, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]
     ) -> Tensor:
-        """``combine`` of every rank's tensor, in order of rank; none changes before all have combined."""
+        """``combine`` of every rank's tensor, in order of rank; none changes before all have
+        combined.
+        """
         self.slots[rank] = tensor.detach()
         self.meet()
         combined = combine([slot for slot in self.slots if slot is not None])
@@ -216,7 +221,7 @@ class ThreadCommunicator:
         everyone = self._groups[WORLD_AXIS].meeting
         everyone.meet()
         if self.rank == 0:
-            dcp.save(dict(self._world.take_collected()), checkpoint_id=path, no_dist=True)
+            write_alone(self._world.take_collected(), path)
         everyone.meet()
 
     def close(self) -> None:
@@ -256,7 +261,8 @@ def run_ranks(
 ) -> list[Result]:
     """``function(rank)`` on one thread for each rank; the results in order of rank.
 
-    The first exception of any rank is raised here, after ``meetings`` were broken so that no rank waits for it.
+    The first exception of any rank is raised here, after ``meetings`` were broken so that no rank
+    waits for it.
     """
     results: dict[int, Result] = {}
     errors: list[tuple[int, BaseException]] = []

@@ -1,6 +1,8 @@
-"""What holds of every schedule, whoever made it: complete, ordered, matched, free of deadlock; and what it keeps alive.
+"""What holds of every schedule, whoever made it: complete, ordered, matched, free of deadlock; and
+what it keeps alive.
 
-Sends are buffered and receives are posted without waiting: only a forward or backward waits, for its message.
+Sends are buffered and receives are posted without waiting: only a forward or backward waits, for
+its message.
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ from autopar.ir.schedule import Action, ActionKind, Schedule
 _COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD)
 
 Channel = tuple[int, int, bool]
-"""Source stage, target stage, and whether it carries activations (else gradients). Messages keep their order."""
+"""Source stage, target stage, and whether it carries activations (else gradients). Messages keep
+their order.
+"""
 
 
 def validate(schedule: Schedule) -> None:
     """Check ``schedule``.
 
     Raises:
-        ScheduleError: an action is missing, repeated, on the wrong stage, out of order, unmatched, or never runs;
-            the message names stage and action.
+        ScheduleError: an action is missing, repeated, on the wrong stage, out of order, unmatched,
+            or never runs; the message names stage and action.
     """
     for stage in range(schedule.num_stages):
         _check_complete(schedule, stage)
@@ -33,7 +37,9 @@ def validate(schedule: Schedule) -> None:
 
 
 def peak_live(schedule: Schedule) -> tuple[int, ...]:
-    """For each stage, the most (segment, micro-batch) pairs that were forwarded and not yet backwarded."""
+    """For each stage, the most (segment, micro-batch) pairs that were forwarded and not yet
+    backwarded.
+    """
     peaks: list[int] = []
     for actions in schedule.actions:
         live = peak = 0
@@ -48,7 +54,8 @@ def peak_live(schedule: Schedule) -> tuple[int, ...]:
 
 
 def makespan(schedule: Schedule, *, forward: float = 1.0, backward: float = 1.0) -> float:
-    """Duration of a step in which a segment's forward and backward take these times and all else takes none.
+    """Duration of a step in which a segment's forward and backward take these times and all else
+    takes none.
 
     Raises:
         ScheduleError: the stages wait for each other for ever.
@@ -79,15 +86,19 @@ def makespan(schedule: Schedule, *, forward: float = 1.0, backward: float = 1.0)
 
 
 def receive_of(schedule: Schedule, action: Action) -> Action | None:
-    """The receive that a forward or backward waits for, or None if its input is made on its own stage."""
+    """The receive that a forward or backward waits for, or None if its input is made on its own
+    stage.
+    """
     stages, segment = schedule.stage_of_segment, action.segment
-    if action.kind is ActionKind.FORWARD and segment > 0:
-        if stages[segment - 1] != stages[segment]:
-            return Action(ActionKind.RECEIVE_ACTIVATIONS, segment, action.micro_batch)
-    elif action.kind is ActionKind.BACKWARD and segment + 1 < len(stages):
-        if stages[segment + 1] != stages[segment]:
-            return Action(ActionKind.RECEIVE_GRADIENTS, segment, action.micro_batch)
-    return None
+    if action.kind is ActionKind.FORWARD:
+        kind, neighbour = ActionKind.RECEIVE_ACTIVATIONS, segment - 1
+    elif action.kind is ActionKind.BACKWARD:
+        kind, neighbour = ActionKind.RECEIVE_GRADIENTS, segment + 1
+    else:
+        return None
+    if not 0 <= neighbour < len(stages) or stages[neighbour] == stages[segment]:
+        return None
+    return Action(kind, segment, action.micro_batch)
 
 
 def _ready_at(schedule: Schedule, action: Action, done: dict[Action, float]) -> float | None:
@@ -150,7 +161,9 @@ def _expected(schedule: Schedule, stage: int) -> Iterator[Action]:
 
 
 def _check_order(schedule: Schedule, stage: int) -> None:
-    """What is used was made before: receives before uses, forwards before backwards, results before sends."""
+    """What is used was made before: receives before uses, forwards before backwards, results before
+    sends.
+    """
     seen: set[Action] = set()
     for action in schedule.actions[stage]:
         kind, segment, micro_batch = action.kind, action.segment, action.micro_batch
@@ -168,7 +181,9 @@ def _check_order(schedule: Schedule, stage: int) -> None:
 
 
 def _check_parameters(schedule: Schedule, stage: int) -> None:
-    """Parameters are gathered when used; every gradient is reduced after it was made, before the optimizer."""
+    """Parameters are gathered when used; every gradient is reduced after it was made, before the
+    optimizer.
+    """
     own = set(schedule.segments_of(stage))
     gathered: set[int] = set()
     unreduced: set[int] = set()

@@ -1,7 +1,9 @@
-"""Generators of schedules: an order of forwards and backwards for each stage, and one lowering that adds the rest.
+"""Generators of schedules: an order of forwards and backwards for each stage, and one lowering that
+adds the rest.
 
-An *order* says what a stage computes and when. Lowering adds receives (posted one compute action ahead), sends,
-gathers (one run of uses ahead), frees, reductions and the optimizer, in the same way for every order.
+An *order* says what a stage computes and when. Lowering adds receives (posted one compute action
+ahead), sends, gathers (one run of uses ahead), frees, reductions and the optimizer, in the same way
+for every order.
 """
 
 from __future__ import annotations
@@ -22,17 +24,22 @@ LAYERED = "layered"
 def make_schedule(
     name: str, stage_of_segment: Sequence[int], num_micro_batches: int, *, zero_stage: int = 0
 ) -> Schedule:
-    """The schedule called ``name`` (``1f1b`` or ``layered``); for the other arguments see the generators."""
+    """The schedule called ``name`` (``1f1b`` or ``layered``); for the other arguments see the
+    generators.
+    """
     generators = {ONE_F_ONE_B: one_f_one_b, LAYERED: layered}
     if name not in generators:
-        raise ScheduleError(f"no schedule is called {name!r}", hint=f"one of {', '.join(generators)}")
+        raise ScheduleError(
+            f"no schedule is called {name!r}", hint=f"one of {', '.join(generators)}"
+        )
     return generators[name](stage_of_segment, num_micro_batches, zero_stage=zero_stage)
 
 
 def one_f_one_b(
     stage_of_segment: Sequence[int], num_micro_batches: int, *, zero_stage: int = 0
 ) -> Schedule:
-    """1F1B (PipeDream-flush): at most p − s + 1 micro-batches are in flight on stage s (counted from 1).
+    """1F1B (PipeDream-flush): at most p − s + 1 micro-batches are in flight on stage s (counted
+    from 1).
 
     Args:
         stage_of_segment: Stage of each segment; stages are contiguous, in order, none empty.
@@ -72,10 +79,12 @@ def one_f_one_b(
 def layered(
     stage_of_segment: Sequence[int], num_micro_batches: int, *, zero_stage: int = 0
 ) -> Schedule:
-    """Layered gradient accumulation: all micro-batches pass through a segment before the next one starts.
+    """Layered gradient accumulation: all micro-batches pass through a segment before the next one
+    starts.
 
-    The model's last segment alternates forward and backward, so that the logits of one micro-batch live at a time.
-    With segment k on stage k mod p this is the modular pipeline. Concept covered by US patent 12585929B2.
+    The model's last segment alternates forward and backward, so that the logits of one micro-batch
+    live at a time. With segment k on stage k mod p this is the modular pipeline. Concept covered by
+    US patent 12585929B2.
 
     Args:
         stage_of_segment: Stage of each segment; any map that leaves no stage empty.
@@ -172,8 +181,10 @@ def lower_order(
         order: Forwards and backwards of the stage.
         stages: Stage of every segment of the model.
         num_micro_batches: Micro-batches per step.
-        regather: Parameters are gathered before, and freed after, each run of uses; otherwise gathered once.
-        reduce_each: Gradients are reduced after every backward; otherwise once, after the segment's last.
+        regather: Parameters are gathered before, and freed after, each run of uses; otherwise
+            gathered once.
+        reduce_each: Gradients are reduced after every backward; otherwise once, after the segment's
+            last.
     """
     starts, ends = _runs(order)
     lowered: list[Action] = []
@@ -207,7 +218,9 @@ def lower_order(
 
 
 def _runs(order: ComputeOrder) -> tuple[frozenset[int], dict[int, int]]:
-    """Where maximal runs of uses of one segment start, and (by start) where the following run starts."""
+    """Where maximal runs of uses of one segment start, and (by start) where the following run
+    starts.
+    """
     ends: dict[int, int] = {}
     position = 0
     for _, run in itertools.groupby(order, key=lambda action: action.segment):

@@ -1,4 +1,5 @@
-"""Tiny models with plans for them, and what one device computes: the oracle of the runtime's tests."""
+"""Tiny models with plans for them, and what one device computes: the oracle of the runtime's tests.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ class Setup:
             if self.mesh.size(axis) > 1
         )
         modular = "-modular" if self.modular else ""
-        return f"{self.name}-{degrees}-{self.schedule}{modular}-zero{self.zero_stage}-{self.recompute}"
+        return (
+            f"{self.name}-{degrees}-{self.schedule}{modular}-zero{self.zero_stage}-{self.recompute}"
+        )
 
 
 def make_module(name: str, layers: int, precision: PrecisionName) -> nn.Module:
@@ -111,17 +114,13 @@ def make_plan(setup: Setup) -> Plan:
     mesh, num_blocks = setup.mesh, len(model.blocks)
     micro_batch_size = GLOBAL_BATCH // (mesh.dp * setup.num_micro_batches)
     pin = megatron(model, sequence=setup.sequence)
-    layout = choose_layout(
-        model, mesh, batch=micro_batch_size * mesh.dp, pin=pin, choose=cheapest
-    )
+    layout = choose_layout(model, mesh, batch=micro_batch_size * mesh.dp, pin=pin, choose=cheapest)
     stages = [
         block % mesh.pp if setup.modular else block * mesh.pp // num_blocks
         for block in range(num_blocks)
     ]
     return Plan(
-        model=ModelRef(
-            name=model.name, source=None, seq_len=16, num_parameters=0, fingerprint=""
-        ),
+        model=ModelRef(name=model.name, source=None, seq_len=16, num_parameters=0, fingerprint=""),
         cluster=ClusterRef(
             hardware="cpu-local",
             nodes=1,
@@ -189,7 +188,9 @@ def make_plan(setup: Setup) -> Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What one device computes in some steps: losses, norms, the first step's gradients, final parameters."""
+    """What one device computes in some steps: losses, norms, the first step's gradients, final
+    parameters.
+    """
 
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
@@ -208,7 +209,8 @@ def one_device(
 ) -> Expected:
     """Train the user's module itself, whole batches at a time.
 
-    In float64 the captured model is run instead: Hugging Face's casts to float32 whatever its weights are.
+    In float64 the captured model is run instead: Hugging Face's casts to float32 whatever its
+    weights are.
     """
     module = make_module(name, layers, precision)
     parameters = list(module.parameters())

@@ -1,4 +1,6 @@
-"""Every layout, ZeRO stage, schedule and recomputation computes what one device computes (ranks are threads)."""
+"""Every layout, ZeRO stage, schedule and recomputation computes what one device computes (ranks are
+threads).
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,12 @@ def test_adamw_with_clipping_equals_one_device_in_float64(setup: Setup):
 
 BF16 = [
     Setup(
-        name=name, mesh=mesh, zero_stage=zero, schedule="layered", precision="bf16", recompute="full"
+        name=name,
+        mesh=mesh,
+        zero_stage=zero,
+        schedule="layered",
+        precision="bf16",
+        recompute="full",
     )
     for name, mesh, zero in (
         ("llama", Mesh(dp_shard=2, tp=2), 3),

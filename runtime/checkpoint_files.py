@@ -1,0 +1,66 @@
+"""Files of a checkpoint: plain tensors under names, in the format of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from autopar.ir.errors import InputError
+
+StoredTensors = Mapping[str, TensorStorageMetadata]
+
+
+def write_together(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write the tensors of all processes, each of which passes its own."""
+    dcp.save(dict(tensors), checkpoint_id=path)
+
+
+def write_alone(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write all tensors from this process."""
+    with _alone():
+        dcp.save(dict(tensors), checkpoint_id=path, no_dist=True)
+
+
+def stored_tensors(path: Path) -> StoredTensors:
+    """What a checkpoint holds.
+
+    Raises:
+        InputError: there is none, or it cannot be read.
+    """
+    try:
+        metadata = dcp.FileSystemReader(path).read_metadata()
+    except (OSError, CheckpointException) as error:
+        raise InputError(f"cannot read a checkpoint: {error}", where=str(path)) from None
+    return {
+        key: value
+        for key, value in metadata.state_dict_metadata.items()
+        if isinstance(value, TensorStorageMetadata)
+    }
+
+
+def read_tensor(path: Path, key: str, stored: StoredTensors) -> Tensor:
+    """One tensor, on the CPU."""
+    tensor = torch.empty(stored[key].size, dtype=stored[key].properties.dtype)
+    with _alone():
+        dcp.load({key: tensor}, checkpoint_id=path, no_dist=True)
+    return tensor
+
+
+_filters = threading.Lock()  # warning filters belong to the process, and ranks may be threads
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Without the warning that one process reads or writes alone: that is what is meant."""
+    with _filters, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
