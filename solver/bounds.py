@@ -10,6 +10,9 @@ g) and w + 1 its forwards before the first backward (w = min(M, p − s) − 1 f
 (C) gathers and reductions that nothing can hide: the first block's gather and the last block's
     reduction; in 1F1B all that exceeds the first forward, or the last backward
 (D) the communication stream: all gathers and reductions one after the other
+(E) what is hidden slows compute down: reductions of all but the last micro-batch, and gathers of all
+    but the first and the last, run while the stage computes or waits after its first backward; on
+    a single stage, which waits for no other, all of them do
 
 Every form is a sum over the blocks of the stage plus a constant, so that ``cuts`` finds the cuts that
 minimize the largest of them. With the exact times of a layout this guides the choice of cuts.
@@ -90,6 +93,8 @@ class StageBounds:
         gathers, reductions = run_sums(gather), run_sums(reduce)
         first_gather, first_reduce = gather[:, None], reduce[:, None]
         num, zero = candidate.num_micro_batches, candidate.zero_stage
+        slowdown = stager.cluster.hardware.overlap.slowdown
+        each = np.maximum(0.0, 2 * (gathers - run_maxima(gather)))
         if not candidate.per_block:
             exposed, stream = gathers + reductions, gathers + reductions
         else:
@@ -101,11 +106,23 @@ class StageBounds:
                     first_reduce, reductions - run_sums(self.times.backward)
                 )
             elif zero == 3:
-                each = np.maximum(0.0, 2 * (gathers - run_maxima(gather)))
                 stream = each * (num if candidate.schedule == "1f1b" else 1)
                 stream += reductions * (num if candidate.schedule == "1f1b" else 1)
             elif zero == 2 and candidate.schedule == "1f1b":
                 stream = gathers + num * reductions
+            if candidate.schedule == "1f1b" and zero >= 2:  # (E)
+                exposed = exposed + slowdown * (num - 1) * reductions
+                if zero == 3:
+                    exposed = exposed + slowdown * max(0, num - 2) * each
+            elif candidate.schedule == "layered" and zero >= 1:
+                hidden = gathers + reductions - first_gather - first_reduce
+                exposed = exposed + slowdown * (hidden + (each / 2 if zero == 3 else 0.0))
+        if candidate.pp == 1 and candidate.per_block:  # nothing to wait for: hidden or exposed
+            total = stream
+            if candidate.schedule == "1f1b" and zero == 3:
+                total = num * (each + reductions)
+            firsts = first_gather + first_reduce
+            exposed = np.maximum(exposed, firsts + slowdown * np.maximum(0.0, total - firsts))
         optimizer = np.asarray(stager.optimizer_s(run_sums(stager.costs.numel)))
         once = optimizer + run_sums(stager.costs.step_s)
         return exposed + once, stream + once

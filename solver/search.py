@@ -63,8 +63,8 @@ class Solved:
 class SearchResult:
     """The best solved candidate (None when nothing fits), the bound of all, and how far it was looked.
 
-    ``unfit`` are candidates that were proved not to fit; ``unsettled`` ones neither proved nor
-    solved.
+    ``bounds`` are those of candidates that were tried, ``open_bounds`` of others, lowest first.
+    ``unsettled`` were tried, and neither solved nor proved not to fit.
     """
 
     best: Solved | None
@@ -72,6 +72,7 @@ class SearchResult:
     solved: list[Solved]
     bounds: dict[Candidate, float]
     num_candidates: int
+    open_bounds: list[tuple[float, Candidate]] = field(default_factory=list)
     unsettled: list[Candidate] = field(default_factory=list)
 
 
@@ -88,6 +89,7 @@ class Search:
         self.facts, self.cluster, self.sizes = facts, cluster, sizes
         self.progress = progress or (lambda _: None)
         self.settings: dict[tuple[int, int], Setting] = {}
+        self.too_large: dict[int, int] = {}  # by tensor degree: micro-batches that never fit
 
     def run(self, candidates: Sequence[Candidate]) -> SearchResult:
         """The fastest candidate, and a bound on all of them."""
@@ -95,7 +97,9 @@ class Search:
             best=None, bound_s=math.inf, solved=[], bounds={}, num_candidates=len(candidates)
         )
         queue: list[tuple[float, int, int]] = []
-        for number, candidate in enumerate(candidates):
+        order = sorted(range(len(candidates)), key=lambda n: (candidates[n].micro_batch_size, n))
+        for number in order:
+            candidate = candidates[number]
             heapq.heappush(queue, (self.scalar_bound(candidate), number, 1))
         while queue and len(result.solved) < MAX_SOLVED:
             bound, number, step = queue[0]
@@ -115,6 +119,10 @@ class Search:
             result.solved.append(solved)
             if result.best is None or solved.step_s < result.best.step_s:
                 result.best = solved
+        result.open_bounds = sorted(
+            ((bound, candidates[number]) for bound, number, step in queue if step == 2),
+            key=lambda pair: pair[0],
+        )
         lowest = [bound for bound, _, _ in queue] + list(result.bounds.values())
         if result.best is not None:
             lowest.append(result.best.step_s)
@@ -134,6 +142,11 @@ class Search:
 
     def scalar_bound(self, candidate: Candidate) -> float:
         """Work spread evenly over stages, and the longest block on some stage."""
+        if candidate.micro_batch_size >= self.too_large.get(candidate.tp, math.inf):
+            return math.inf
+        if self.setting(candidate).least_bytes() > self.cluster.usable_bytes:
+            self.too_large[candidate.tp] = candidate.micro_batch_size
+            return math.inf
         times = self.setting(candidate).roofline_times(candidate.recompute)
         total, num = float(times.both.sum()), candidate.num_micro_batches
         return max(num * total / candidate.pp, total + (num - 1) * float(times.both.max()))

@@ -14,11 +14,12 @@ from autopar.solver.costs.comm import Links, group_of
 from autopar.solver.costs.kernels import Kernels
 from autopar.solver.facts import BlockCosts, layout_costs, least_costs, least_kind_costs
 from autopar.solver.hardware import Cluster
+from autopar.solver.layout.build import Model, build
 from autopar.solver.layout.check import kind_costs
 from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.make import ModelFacts, make_problem
 from autopar.solver.layout.problem import KindCost, MemoryLimit, Problem, Solution, Weights
-from autopar.solver.layout.solve import solve_problem
+from autopar.solver.layout.solve import solve_model
 from autopar.solver.layout.state import AxisRule
 
 _TIE_BREAK_S_PER_BYTE = 1e-18
@@ -43,6 +44,7 @@ class Setting:
     _solutions: dict[tuple[RecomputeName, tuple[MemoryLimit, ...]], Solution] = field(
         default_factory=dict
     )
+    _model: Model | None = None
     _times: dict[RecomputeName, StageTimes] = field(default_factory=dict)
 
     def solution(
@@ -52,9 +54,16 @@ class Setting:
         key = (recompute, tuple(limits))
         if key not in self._solutions:
             weights = self.weights(recompute, self.problem.counts)
-            self._solutions[key] = solve_problem(self.problem, weights, limits)
+            model = build(self.problem, limits) if limits else self.model()
+            self._solutions[key] = solve_model(model, weights)
             self.num_solves += 1
         return self._solutions[key]
+
+    def model(self) -> Model:
+        """The problem without memory limits, as a model: built once."""
+        if self._model is None:
+            self._model = build(self.problem)
+        return self._model
 
     def costs(self, solution: Solution) -> BlockCosts:
         """What blocks cost under a solution."""
@@ -65,6 +74,12 @@ class Setting:
             kind_costs(self.problem, solution),
             solution.states,
         )
+
+    def least_bytes(self) -> float:
+        """No plan needs less memory: one block, recomputed, its parameters sharded away."""
+        blocks = self.least.held_bytes + self.least.temporary_bytes
+        memory = self.cluster.hardware.memory
+        return float(blocks.max()) * (1 + memory.fragmentation) + memory.context_bytes
 
     def weights(self, recompute: RecomputeName, counts: Sequence[int]) -> Weights:
         """Seconds of ``counts`` blocks of each kind; a recomputed forward runs twice."""
@@ -110,7 +125,7 @@ class Setting:
                 continue
             counts = [int(other == kind) for other in range(len(self.problem.kinds))]
             weights = replace(self.weights(recompute, counts), held=(0.0,) * len(counts))
-            found.append(solve_problem(self.problem, weights).bound)
+            found.append(solve_model(self.model(), weights).bound)
             self.num_solves += 1
         return found
 

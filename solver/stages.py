@@ -160,10 +160,13 @@ class Stager:
         With ``exact=False`` parameters that several blocks share count only where they are first
         used: no run that fits is called too large.
         """
-        peak = self._peak_matrix(stage, self.costs.shared_numel if exact else self.costs.numel)
+        peak = self.peak_matrix(stage, self.costs.shared_numel if exact else self.costs.numel)
         return (peak <= self.cluster.usable_bytes).astype(np.float64)
 
-    def _peak_matrix(self, stage: int, numel_of_blocks: Floats) -> Floats:
+    def peak_matrix(self, stage: int, numel_of_blocks: Floats | None = None) -> Floats:
+        """Peak bytes of every run as ``stage``."""
+        if numel_of_blocks is None:
+            numel_of_blocks = self.costs.shared_numel
         candidate, costs, sizes = self.candidate, self.costs, self.sizes
         num = costs.num_blocks
         flying = np.full(num, float(self.in_flight(stage)))

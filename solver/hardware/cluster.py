@@ -27,6 +27,7 @@ class Cluster:
     def __init__(
         self, name_or_file: str | Path, *, nodes: int = 1, gpus_per_node: int | None = None
     ) -> None:
+        self._name_or_file = name_or_file
         self.hardware, text = read_hardware(name_or_file)
         self.nodes = _count("nodes", nodes)
         given = self.hardware.gpus_per_node if gpus_per_node is None else gpus_per_node
@@ -65,6 +66,10 @@ class Cluster:
     def usable_bytes(self) -> int:
         """Memory of a rank that tensors, context and buffers may fill."""
         return self.hardware.chip.usable_bytes
+
+    def with_nodes(self, nodes: int) -> Cluster:
+        """The same hardware with another number of nodes."""
+        return Cluster(self._name_or_file, nodes=nodes, gpus_per_node=self.gpus_per_node)
 
     def ref(self) -> ClusterRef:
         """The cluster as a plan names it."""

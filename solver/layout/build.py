@@ -33,27 +33,63 @@ MICROSECONDS = 1e6
 MEGABYTES = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A MathOpt model and the variables that ``decode`` reads."""
+    """A MathOpt model and its variables, by the names of the formulation."""
 
+    problem: Problem
     model: mathopt.Model
     u: tuple[tuple[mathopt.Variable, ...], ...]
     y: tuple[tuple[mathopt.Variable, ...], ...]
+    z: tuple[Mapping[tuple[int, int], mathopt.Variable], ...]
+    h: tuple[mathopt.Variable, ...]
 
 
-def build(problem: Problem, weights: Weights, limits: Sequence[MemoryLimit] = ()) -> Model:
-    """The model of ``problem`` with an objective and memory limits."""
+def build(problem: Problem, limits: Sequence[MemoryLimit] = ()) -> Model:
+    """The model of ``problem`` with memory limits; ``set_objective`` gives it an objective."""
     builder = _Builder(problem)
     builder.choose_options()  # (1)
     builder.choose_class_states()  # (3)
     builder.place_values()  # (2)
     builder.move_values()  # (4), (5), (6)
-    builder.hold_tensors(needed=bool(limits) or any(weights.held))  # (7)
+    builder.hold_tensors()  # (7)
     for limit in limits:
         builder.limit_memory(limit)  # (8)
-    builder.minimize(weights)  # (0)
-    return Model(builder.model, tuple(builder.u), tuple(builder.y))
+    return Model(
+        problem=problem,
+        model=builder.model,
+        u=tuple(builder.u),
+        y=tuple(builder.y),
+        z=tuple(builder.z),
+        h=tuple(builder.h),
+    )
+
+
+def set_objective(model: Model, weights: Weights) -> None:
+    """(0), in place of the objective that the model had."""
+    problem = model.problem
+    terms: list[tuple[mathopt.Variable, float]] = []
+    for op, options in zip(problem.ops, model.u, strict=True):
+        forward, backward = weights.forward[op.kind], weights.backward[op.kind]
+        for option, variable in zip(op.options, options, strict=True):
+            terms.append((variable, forward * option.forward_s + backward * option.backward_s))
+    for value, moves in zip(problem.values, model.z, strict=True):
+        forward, backward = weights.forward[value.kind], weights.backward[value.kind]
+        for pair, variable in moves.items():
+            cost = value.moves[pair]
+            terms.append((variable, forward * cost.forward_s + backward * cost.backward_s))
+    for state_class, states, size in zip(problem.classes, model.y, weights.parameters, strict=True):
+        for step_s, numel, variable in zip(
+            state_class.step_s, state_class.numel, states, strict=True
+        ):
+            terms.append((variable, weights.step * step_s + size * numel))
+    for held, variable in zip(problem.held, model.h, strict=True):
+        terms.append((variable, weights.held[held.kind] * held.num_bytes))
+    model.model.objective.clear()
+    model.model.objective.is_maximize = False
+    for variable, seconds in terms:
+        if seconds:
+            model.model.objective.set_linear_coefficient(variable, MICROSECONDS * seconds)
 
 
 _Sum = mathopt.LinearSum
@@ -154,9 +190,7 @@ class _Builder:
             )
         return found
 
-    def hold_tensors(self, *, needed: bool) -> None:
-        if not needed:
-            return
+    def hold_tensors(self) -> None:
         self.h = [self.model.add_variable(lb=0, ub=1) for _ in self.problem.held]
         for op, options in zip(self.problem.ops, self.u, strict=True):
             keeping: dict[int, list[mathopt.Variable]] = {}
@@ -189,30 +223,3 @@ class _Builder:
                 if size
             ]
         self.model.add_linear_constraint(_Sum(total) <= MEGABYTES * limit.num_bytes)
-
-    def minimize(self, weights: Weights) -> None:
-        terms: list[mathopt.LinearBase] = []
-
-        def add(coefficient: float, variable: mathopt.Variable) -> None:
-            if coefficient:
-                terms.append(MICROSECONDS * coefficient * variable)
-
-        for op, options in zip(self.problem.ops, self.u, strict=True):
-            forward, backward = weights.forward[op.kind], weights.backward[op.kind]
-            for option, variable in zip(op.options, options, strict=True):
-                add(forward * option.forward_s + backward * option.backward_s, variable)
-        for value, moves in zip(self.problem.values, self.z, strict=True):
-            forward, backward = weights.forward[value.kind], weights.backward[value.kind]
-            for pair, variable in moves.items():
-                cost = value.moves[pair]
-                add(forward * cost.forward_s + backward * cost.backward_s, variable)
-        for state_class, variables, size in zip(
-            self.problem.classes, self.y, weights.parameters, strict=True
-        ):
-            for step_s, numel, variable in zip(
-                state_class.step_s, state_class.numel, variables, strict=True
-            ):
-                add(weights.step * step_s + size * numel, variable)
-        for held, variable in zip(self.problem.held, self.h, strict=False):
-            add(weights.held[held.kind] * held.num_bytes, variable)
-        self.model.minimize(_Sum(terms))

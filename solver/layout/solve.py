@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ortools.math_opt.python import mathopt
 
-from autopar.solver.layout.build import MICROSECONDS, Model, build
+from autopar.solver.layout.build import MICROSECONDS, Model, build, set_objective
 from autopar.solver.layout.problem import MemoryLimit, Problem, Solution, Weights
 
 _LIMIT_S = 120.0
@@ -19,13 +19,18 @@ _INTEGRALITY = 1e-6
 def solve_problem(
     problem: Problem, weights: Weights, limits: Sequence[MemoryLimit] = ()
 ) -> Solution:
-    """An optimal solution of ``problem``, or one with status ``infeasible``.
+    """An optimal solution of ``problem``, or one with status ``infeasible``."""
+    return solve_model(build(problem, limits), weights)
+
+
+def solve_model(model: Model, weights: Weights) -> Solution:
+    """An optimal solution for ``weights``; the model is given their objective.
 
     The linear relaxation is solved first: where its optimum is integral, it is the answer.
     """
     started = time.perf_counter()
-    model = build(problem, weights, limits)
-    return decode(problem, model, _optimize(model), time.perf_counter() - started)
+    set_objective(model, weights)
+    return decode(model, _optimize(model), time.perf_counter() - started)
 
 
 def _optimize(model: Model) -> mathopt.SolveResult:
@@ -50,9 +55,7 @@ def _optimize(model: Model) -> mathopt.SolveResult:
     return mathopt.solve(model.model, mathopt.SolverType.HIGHS, params=parameters)
 
 
-def decode(
-    problem: Problem, model: Model, result: mathopt.SolveResult, seconds: float
-) -> Solution:
+def decode(model: Model, result: mathopt.SolveResult, seconds: float) -> Solution:
     """The choices in a solver's answer."""
     if not result.has_primal_feasible_solution():
         return Solution(

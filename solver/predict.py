@@ -1,0 +1,92 @@
+"""What a plan predicts of a step: seconds and bytes of each stage's ranks, by cause."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autopar.ir.graph import ModelGraph, evaluate
+from autopar.ir.plan import Prediction, RankPrediction, TrainingPlan
+from autopar.solver.costs.work import computing_nodes, forward_work, global_shapes, op_flops
+from autopar.solver.hardware import Cluster
+from autopar.solver.search import Solved
+
+
+def predict(
+    solved: Solved,
+    model: ModelGraph,
+    cluster: Cluster,
+    training: TrainingPlan,
+    *,
+    global_batch_size: int,
+    seq_len: int | None,
+) -> Prediction:
+    """The prediction of a solved candidate."""
+    candidate = solved.candidate
+    num_gpus = candidate.pp * candidate.dp * candidate.tp
+    flops = model_flops(model, global_batch_size)
+    peak = getattr(cluster.hardware.chip.peak_flops, training.precision)
+    return Prediction(
+        step_s=solved.step_s,
+        mfu=flops / (num_gpus * peak * solved.step_s),
+        tokens_per_s=global_batch_size * (seq_len or 1) / solved.step_s,
+        model_flops=flops,
+        usable_bytes=cluster.usable_bytes,
+        ranks=tuple(_rank(solved, stage) for stage in range(candidate.pp)),
+    )
+
+
+def model_flops(model: ModelGraph, batch: int) -> float:
+    """FLOPs of a step's forwards and backwards, nothing repeated.
+
+    By the custom of the field: causal attention counts like full attention, and its backward
+    twice its forward, whatever the kernel repeats.
+    """
+    total = 0.0
+    counts = model.multiplicity()
+    for name, kind in model.kinds.items():
+        for node in computing_nodes(kind):
+            forward, backward = op_flops(node)
+            attention = forward_work(node, *global_shapes(node)).attention
+            if attention is not None:
+                query, key = global_shapes(node)[0][:2]
+                full = 4 * key[-2]
+                for size in query:
+                    full = full * size
+                forward, backward = full, 2 * full
+            total += counts[name] * (evaluate(forward, batch) + evaluate(backward, batch))
+    return total
+
+
+def _rank(solved: Solved, stage: int) -> RankPrediction:
+    candidate, stager, costs = solved.candidate, solved.stager, solved.stager.costs
+    first, end = solved.cuts[stage], solved.cuts[stage + 1]
+    run = slice(first, end)
+    num = candidate.num_micro_batches
+
+    def total(values: np.ndarray) -> float:
+        return float(values[run].sum())
+
+    comm = total(costs.forward_comm_s) + total(costs.backward_comm_s)
+    forward = total(costs.forward_s)
+    compute = forward + total(costs.backward_s) - comm
+    again = forward if candidate.recompute == "full" else 0.0
+    optimizer = float(stager.optimizer_s(total(costs.numel))) + total(costs.step_s)
+    busy, exposed = solved.simulation.busy_s[stage], solved.simulation.exposed_s[stage]
+    own = num * (compute + comm + again) + optimizer
+    seconds = {
+        "compute": num * compute,
+        "tensor-parallel communication": num * comm,
+        "recomputation": num * again,
+        "optimizer": optimizer,
+        "exposed data-parallel communication": exposed,
+        "slowdown by hidden communication": max(0.0, busy - own),
+        "waiting for other stages": max(0.0, solved.step_s - busy - exposed),
+    }
+    causes = stager.bytes_by_cause(stager.contents(stage, first, end - 1))
+    return RankPrediction(
+        stage=stage,
+        num_ranks=candidate.dp * candidate.tp,
+        peak_bytes=sum(causes.values()),
+        bytes_by_cause=causes,
+        seconds_by_cause=seconds,
+    )

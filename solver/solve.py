@@ -1,0 +1,235 @@
+"""From a captured model and a cluster to the plan of the fastest step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+from autopar.ir.errors import InputError
+from autopar.ir.graph import ModelGraph, Role
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, TENSOR_AXIS, Mesh
+from autopar.ir.plan import (
+    Alternative,
+    BatchPlan,
+    Certificate,
+    MeshPlan,
+    ModelRef,
+    MovePlan,
+    ParameterPlan,
+    Plan,
+    SchedulePlan,
+    SegmentPlan,
+    TrainingPlan,
+    layout_text,
+)
+from autopar.ir.typecheck import check_model
+from autopar.solver.candidates import Candidate, Pins, candidates
+from autopar.solver.costs.memory import itemsizes
+from autopar.solver.data_axis import data_typing
+from autopar.solver.hardware import Cluster
+from autopar.solver.infeasible import infeasible_error
+from autopar.solver.layout.classes import Classes
+from autopar.solver.layout.decode import axis_typing, join_axes
+from autopar.solver.layout.make import ModelFacts, model_facts
+from autopar.solver.predict import predict
+from autopar.solver.search import Progress, Search, SearchResult, Solved
+
+_NUM_ALTERNATIVES = 5
+_EXACT = 1e-6
+
+
+class DescribeMoves(Protocol):
+    """Lists the moves that a layout makes necessary; the passes know."""
+
+    def __call__(
+        self, model: ModelGraph, layout: Layout, /, *, mesh: Mesh, micro_batch_size: int
+    ) -> tuple[MovePlan, ...]: ...
+
+
+def solve(
+    model: ModelGraph,
+    cluster: Cluster,
+    *,
+    global_batch_size: int,
+    training: TrainingPlan,
+    seq_len: int | None = None,
+    pin: Pins | None = None,
+    source: str | None = None,
+    describe_moves: DescribeMoves | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """The plan of the fastest step that was found, with a certificate of how good it is.
+
+    Args:
+        model: The captured model.
+        cluster: The GPUs; all are used unless all four degrees are pinned.
+        global_batch_size: Sequences per step.
+        training: Numerics and optimizer.
+        seq_len: Tokens per sequence; default: the second dim of the model's inputs.
+        pin: Decisions to fix, by the names of ``candidates``.
+        source: What rebuilds the model, for the plan.
+        describe_moves: Fills ``Plan.moves``; without it they are left out.
+        progress: Called with a line of text now and then.
+
+    Raises:
+        InputError: A pin that cannot hold.
+        InfeasibleError: Nothing fits into memory.
+    """
+    started = time.perf_counter()
+    pin = dict(pin or {})
+    if global_batch_size < 1:
+        raise InputError(f"global_batch_size is {global_batch_size}; it must be at least 1")
+    found = candidates(
+        cluster, global_batch_size=global_batch_size, num_blocks=len(model.blocks), pin=pin
+    )
+    facts = model_facts(model)
+    search = Search(facts, cluster, itemsizes(training), progress)
+    result = search.run(found)
+    if result.best is None:
+        raise infeasible_error(search, found, global_batch_size=global_batch_size, pin=pin)
+    best, candidate = result.best, result.best.candidate
+    layout = best_layout(facts, cluster, best)
+    mesh = Mesh(
+        pp=candidate.pp,
+        dp_replicate=candidate.dp_replicate,
+        dp_shard=candidate.dp_shard,
+        tp=candidate.tp,
+    )
+    seq_len = seq_len or _sequence_length(model)
+    moves: tuple[MovePlan, ...] = ()
+    if describe_moves is not None:
+        moves = describe_moves(
+            model, layout, mesh=mesh, micro_batch_size=candidate.micro_batch_size
+        )
+    return Plan(
+        model=ModelRef(
+            name=model.name,
+            source=source,
+            seq_len=seq_len,
+            num_parameters=sum(math.prod(p.shape) for p in model.parameters.values()),
+            fingerprint=model.fingerprint,
+        ),
+        cluster=cluster.ref(),
+        mesh=MeshPlan(pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp),
+        batch=BatchPlan(
+            global_batch_size=global_batch_size,
+            micro_batch_size=candidate.micro_batch_size,
+            num_micro_batches=candidate.num_micro_batches,
+        ),
+        schedule=SchedulePlan(
+            name=candidate.schedule,
+            recompute=candidate.recompute,
+            zero_stage=candidate.zero_stage,
+        ),
+        training=training,
+        pins=pin,
+        parameters=_parameters(model, facts.classes, layout, best.cuts),
+        segments=tuple(
+            SegmentPlan(stage=stage, first_block=first, last_block=last)
+            for stage, first, last in best.segments
+        ),
+        layout_axes=LAYOUT_AXES,
+        layout=layout_text(layout),
+        moves=moves,
+        certificate=_certificate(result, best, time.perf_counter() - started),
+        prediction=predict(
+            best, model, cluster, training, global_batch_size=global_batch_size, seq_len=seq_len
+        ),
+        alternatives=_alternatives(result, best),
+    )
+
+
+def best_layout(facts: ModelFacts, cluster: Cluster, best: Solved) -> Layout:
+    """The layout over data and tensor axes, type-checked for the degrees of the plan."""
+    candidate = best.candidate
+    tensor = axis_typing(facts.model, facts.classes, best.setting.problem, best.solution)
+    layout = join_axes(data_typing(facts, cluster), tensor)
+    check_model(
+        facts.model,
+        layout,
+        degrees={DATA_AXIS: candidate.dp, TENSOR_AXIS: candidate.tp},
+        batch=candidate.micro_batch_size * candidate.dp,
+    )
+    return layout
+
+
+def _parameters(
+    model: ModelGraph, classes: Classes, layout: Layout, cuts: tuple[int, ...]
+) -> Mapping[str, ParameterPlan]:
+    placements: dict[str, tuple[str, ...]] = {}
+    stages: dict[str, dict[int, None]] = {}
+    for block in model.blocks:
+        stage = next(s for s in range(len(cuts) - 1) if block.index < cuts[s + 1])
+        kind = model.kind_of(block)
+        for node, value in zip(kind.placeholders, block.bindings, strict=True):
+            if value.role is Role.PARAMETER:
+                placement = layout[block.kind][node.name].results[0]
+                placements[value.name] = tuple(map(str, placement))
+                stages.setdefault(value.name, {})[stage] = None
+    return {
+        name: ParameterPlan(
+            names=parameter.names,
+            shape=parameter.shape,
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            requires_grad=parameter.requires_grad,
+            placement=placements.get(name, ("R",) * len(LAYOUT_AXES)),
+            stages=tuple(stages.get(name, {0: None})),
+        )
+        for name, parameter in model.parameters.items()
+    }
+
+
+def _certificate(result: SearchResult, best: Solved, seconds: float) -> Certificate:
+    gap = max(0.0, 1 - result.bound_s / best.step_s)
+    status = "optimal" if gap <= _EXACT else "feasible"
+    statement = (
+        "optimal in this cost model"
+        if status == "optimal"
+        else f"within {gap:.2%} of the optimum of this cost model"
+    )
+    return Certificate(
+        status=status,
+        objective_s=best.step_s,
+        bound_s=best.step_s * (1 - gap),
+        gap=gap,
+        solve_s=seconds,
+        num_candidates=result.num_candidates,
+        num_solved=len(result.solved),
+        statement=statement,
+    )
+
+
+def _alternatives(result: SearchResult, best: Solved) -> tuple[Alternative, ...]:
+    """Candidates that lost: those that were simulated, then those with the lowest bounds."""
+    simulated = sorted((s for s in result.solved if s is not best), key=lambda s: s.step_s)
+    found = [
+        Alternative(description=str(s.candidate), step_s=s.step_s, reason="simulated")
+        for s in simulated
+    ]
+    seen: set[tuple[int, int, int]] = {_family(best.candidate)}
+    seen |= {_family(s.candidate) for s in simulated}
+    for bound, candidate in result.open_bounds:
+        if math.isfinite(bound) and _family(candidate) not in seen:
+            seen.add(_family(candidate))
+            found.append(
+                Alternative(
+                    description=str(candidate),
+                    step_s=None,
+                    reason=f"proved to take at least {bound:.4g} s",
+                )
+            )
+    return tuple(found[:_NUM_ALTERNATIVES])
+
+
+def _family(candidate: Candidate) -> tuple[int, int, int]:
+    return candidate.pp, candidate.tp, candidate.zero_stage
+
+
+def _sequence_length(model: ModelGraph) -> int | None:
+    for tensor in model.inputs.values():
+        if len(tensor.shape) > 1 and isinstance(tensor.shape[1], int):
+            return tensor.shape[1]
+    return None
