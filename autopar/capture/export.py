@@ -128,31 +128,41 @@ def _find_loss(output: Any) -> Any:
     return getattr(output, "loss", None)
 
 
-class _NeverNarrower(TorchFunctionMode):
-    """Casts to float32 inside the model become casts to float64."""
+class _Calls(TorchFunctionMode):
+    """Changes two kinds of calls while a model is traced.
+
+    ``torch.tensor`` makes literals on the CPU first, so that their values are known. When computing
+    in float64, casts to float32 inside the model become casts to float64.
+    """
+
+    def __init__(self, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        self._widen = compute_dtype is torch.float64
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is Tensor.float:
-            return args[0].to(torch.float64)
-        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        kwargs = {
-            key: torch.float64 if value is torch.float32 else value
-            for key, value in (kwargs or {}).items()
-        }
+        kwargs = dict(kwargs or {})
+        if self._widen:
+            if func is Tensor.float:
+                return args[0].to(torch.float64)
+            args = tuple(_widened(value) for value in args)
+            kwargs = {key: _widened(value) for key, value in kwargs.items()}
+        if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "meta":
+            return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
         return func(*args, **kwargs)
+
+
+def _widened(value: object) -> object:
+    return torch.float64 if value is torch.float32 else value
 
 
 @contextlib.contextmanager
 def _computing_in(dtype: torch.dtype) -> Iterator[None]:
-    if dtype is not torch.float64:
-        yield
-        return
     default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(torch.float64 if dtype is torch.float64 else default)
     try:
-        with _NeverNarrower():
+        with _Calls(dtype):
             yield
     finally:
         torch.set_default_dtype(default)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,6 +100,8 @@ def is_random(node: fx.Node) -> bool:
 _LIBRARY = re.compile(r"[/\\\\](torch|autopar)[/\\\\]")
 """Files whose lines do not tell a user where in the model something happens."""
 
+_PACKAGE = str(Path(__file__).parent)
+
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in (\S+)')
 
 
@@ -108,6 +111,8 @@ def source_of(stack_trace: str | None) -> str:
     if not frames:
         return ""
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
+    if not own and frames[-1][0].startswith(_PACKAGE):  # a loss_fn leaves no frame of its own
+        return "in loss_fn"
     file, line, function = (own or frames)[-1]
     return f"{file.rsplit('/', 1)[-1]}:{line}, in {function}"
 

@@ -139,7 +139,10 @@ def _schema(op: OpOverload[..., Any]) -> torch.FunctionSchema:
 
 
 def _may_view(node: fx.Node) -> bool:
-    if node.target is operator.getitem or node.target in _MAYBE_VIEWS:
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and _may_view(source)
+    if node.target in _MAYBE_VIEWS:
         return True
     return isinstance(node.target, OpOverload) and any(
         result.alias_info is not None for result in _schema(node.target).returns

@@ -154,3 +154,32 @@ def test_buffers_and_in_place_ops() -> None:
         batch = torch.randn(size, 4, 8)
         loss, _ = captured(graph, model, {"x": batch})
         torch.testing.assert_close(loss, model(batch).detach())
+
+
+class _Routed(nn.Module):
+    """An in-place op on one result of an op with several, and a literal made on the input's
+    device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        best, _ = torch.topk(self.gate(x).softmax(-1), 2, dim=-1)
+        best /= best.sum(-1, keepdim=True)
+        limit = torch.tensor(0.6, device=x.device)
+        with torch.no_grad():
+            large = best > limit
+        return torch.where(large, limit, best).mean()
+
+
+def test_literals_and_in_place_ops_on_results() -> None:
+    model = _Routed()
+    x = torch.randn(2, 4, 8)
+    graph = capture(model, (x,))
+    loss, gradients = captured(graph, model, {"x": x})
+    expected = model(x)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(gradients["gate.weight"], model.gate.weight.grad)
