@@ -159,7 +159,9 @@ class Search:
         rooflines = StageBounds(stager, setting.roofline_times(candidate.recompute), fits)
         if not math.isfinite(self._cut(candidate, rooflines)[0]):
             return math.inf
-        return self._cut(candidate, StageBounds(stager, setting.least_times(candidate.recompute), fits))[0]
+        joint = candidate.pp == 1
+        times = (setting.joint_times if joint else setting.least_times)(candidate.recompute)
+        return self._cut(candidate, StageBounds(stager, times, fits))[0]
 
     def _cut(self, candidate: Candidate, bounds: StageBounds) -> tuple[float, tuple[int, ...]]:
         return best_cuts(len(self.facts.model.blocks), candidate.pp, bounds)

@@ -114,6 +114,23 @@ class Setting:
             )
         return self._times[recompute]
 
+    def joint_times(self, recompute: RecomputeName) -> StageTimes:
+        """``least_times``, with a sum that no layout of the whole model is below.
+
+        Kinds by themselves may want different states at their border; together they cannot. Only
+        the sum over all blocks is a bound, so that this serves a single stage.
+        """
+        least = self.least_times(recompute)
+        if self.tp == 1:
+            return least
+        kept = sum(held.num_bytes for held in self.problem.held) * max(self.problem.counts)
+        joint = self.solution(recompute).bound - _TIE_BREAK_S_PER_BYTE * kept
+        both = least.both * max(1.0, joint / float(least.both.sum()))
+        roofline = self.roofline_times(recompute)
+        return StageTimes(
+            both=both, forward=both - roofline.backward, backward=both - roofline.forward
+        )
+
     def _least_of_kinds(self, recompute: RecomputeName, roofline: np.ndarray) -> list[float]:
         """Seconds of a block of each kind, whatever the others do."""
         found: list[float] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -40,10 +40,14 @@ class Coster:
     links: Links
     group: Group
     batch: int
+    _shapes: dict[int, tuple[TensorInfo, Shape]] = field(default_factory=dict, repr=False)
 
     def shape(self, tensor: TensorInfo, state: State) -> Shape:
         """Shape on a rank."""
-        shape = tensor.shape_at(self.batch)
+        found = self._shapes.get(id(tensor))  # evaluating sympy thousands of times takes seconds
+        if found is None:
+            found = self._shapes[id(tensor)] = (tensor, tensor.shape_at(self.batch))
+        shape = found[1]
         if not state.is_sharded or self.group.size == 1:
             return shape
         size = shape[state.dim] // self.group.size

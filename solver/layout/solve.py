@@ -13,7 +13,6 @@ from autopar.solver.layout.build import MICROSECONDS, Model, build, set_objectiv
 from autopar.solver.layout.problem import MemoryLimit, Problem, Solution, Weights
 
 _LIMIT_S = 120.0
-_INTEGRALITY = 1e-6
 
 
 def solve_problem(
@@ -26,7 +25,7 @@ def solve_problem(
 def solve_model(model: Model, weights: Weights) -> Solution:
     """An optimal solution for ``weights``; the model is given their objective.
 
-    The linear relaxation is solved first: where its optimum is integral, it is the answer.
+    The linear relaxation is integral as a rule, so that HiGHS ends at its root.
     """
     started = time.perf_counter()
     set_objective(model, weights)
@@ -41,18 +40,12 @@ def _optimize(model: Model) -> mathopt.SolveResult:
         time_limit=datetime.timedelta(seconds=_LIMIT_S),
     )
     binaries = [variable for row in (*model.u, *model.y) for variable in row]
-    for variable in binaries:
-        variable.integer = False
-    result = mathopt.solve(model.model, mathopt.SolverType.HIGHS, params=parameters)
-    if result.has_primal_feasible_solution():
-        values = result.variable_values(binaries)
-        if all(abs(value - round(value)) < _INTEGRALITY for value in values):
-            return result
-    elif result.termination.reason is mathopt.TerminationReason.INFEASIBLE:
-        return result
-    for variable in binaries:
-        variable.integer = True
-    return mathopt.solve(model.model, mathopt.SolverType.HIGHS, params=parameters)
+    wanted = mathopt.ModelSolveParameters(
+        variable_values_filter=mathopt.VariableFilter(filtered_items=binaries)
+    )
+    return mathopt.solve(
+        model.model, mathopt.SolverType.HIGHS, params=parameters, model_params=wanted
+    )
 
 
 def decode(model: Model, result: mathopt.SolveResult, seconds: float) -> Solution:
@@ -68,13 +61,14 @@ def decode(model: Model, result: mathopt.SolveResult, seconds: float) -> Solutio
         )
     optimal = result.termination.reason is mathopt.TerminationReason.OPTIMAL
     objective = result.objective_value() / MICROSECONDS
+    values = result.variable_values()
     return Solution(
         status="optimal" if optimal else "feasible",
         objective=objective,
         bound=objective if optimal else result.best_objective_bound() / MICROSECONDS,
         seconds=seconds,
-        choices=tuple(_chosen(result.variable_values(list(row))) for row in model.u),
-        states=tuple(_chosen(result.variable_values(list(row))) for row in model.y),
+        choices=tuple(_chosen([values[variable] for variable in row]) for row in model.u),
+        states=tuple(_chosen([values[variable] for variable in row]) for row in model.y),
     )
 
 
