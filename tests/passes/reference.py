@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.capture import capture, run_reference
 from autopar.ir.graph import ModelGraph
@@ -34,7 +34,9 @@ class Case:
 
 @functools.cache
 def real_case(name: str) -> Case:
-    """``llama``, ``gpt2`` or ``transformer`` with 2 layers and 4 sequences."""
+    """``llama``, ``gpt2`` or ``transformer`` with 2 layers, or ``regression``; 4 sequences."""
+    if name == "regression":
+        return _regression()
     loss_fn = None
     if name == "transformer":
         module, inputs, loss_fn = tiny_transformer()
@@ -46,6 +48,21 @@ def real_case(name: str) -> Case:
     parameters = {name: named[name].detach() for name in model.parameters}
     doubled = {key: torch.cat([value, value.flip(0, 1)]) for key, value in inputs.items()}
     return _case(model, parameters, doubled)
+
+
+def _regression() -> Case:
+    """Two linear layers whose loss is a mean over everything, and so has no weight."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    inputs = {"input": torch.randn(4, 8).double(), "target": torch.randn(4, 4).double()}
+    model = capture(
+        module,
+        inputs,
+        loss_fn=lambda output, batch: (output - batch["target"]).square().mean(),
+        compute_dtype=torch.float64,
+    )
+    parameters = {name: value.detach() for name, value in module.named_parameters()}
+    return _case(model, parameters, inputs)
 
 
 @functools.lru_cache(maxsize=64)
@@ -72,8 +89,8 @@ def _case(
 def assert_same(found: Outcome, expected: Outcome, *, tolerance: float = 1e-9) -> None:
     """Loss, weight and gradients agree.
 
-    ‖Δg‖ ≤ tolerance · max(‖g‖, 1e-3 · the largest ‖g‖, 1e-3): the last for models whose parts cancel,
-    so that all gradients are zero up to rounding.
+    ‖Δg‖ ≤ tolerance · max(‖g‖, 1e-3 · the largest ‖g‖, 1e-3): the last for models whose parts
+    cancel, so that all gradients are zero up to rounding.
     """
     torch.testing.assert_close(found.loss, expected.loss, rtol=tolerance, atol=tolerance)
     assert found.weight == expected.weight

@@ -65,6 +65,13 @@ def test_replicated_models_equal_one_device(name: str, mesh: Mesh):
     check(case, replicated(case.model), mesh)
 
 
+@pytest.mark.parametrize("mesh", [Mesh(dp_shard=4), DP2_TP2], ids=["dp4", "dp2-tp2"])
+def test_a_mean_is_a_mean_over_all_ranks(mesh: Mesh):
+    case = real_case("regression")
+    assert case.model.weight is None
+    check(case, tensor_parallel(case, mesh), mesh)
+
+
 def collectives(case: Case, mesh: Mesh, *, sequence: bool) -> Counter[tuple[str, str]]:
     """Collectives of the layers of a Llama, forward and backward."""
     layout = tensor_parallel(case, mesh, sequence=sequence)
