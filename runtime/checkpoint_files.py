@@ -1,4 +1,4 @@
-"""Files of a checkpoint: plain tensors under names, in the format of torch.distributed.checkpoint."""
+"""Files of a checkpoint: tensors under names, in the format of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 

@@ -100,8 +100,7 @@ class Communicator(Protocol):
         ...
 
     def write_checkpoint(self, tensors: Mapping[str, Tensor], path: Path) -> None:
-        """Write all ranks' tensors (every key on one rank only) with torch.distributed.checkpoint.
-        """
+        """Write all ranks' tensors; each key comes from one rank only."""
         ...
 
     def close(self) -> None:

@@ -1,5 +1,4 @@
-"""Communication over ``torch.distributed``: the one place where process groups are made and ended.
-"""
+"""Communication over ``torch.distributed``: where process groups are made and ended."""
 
 from __future__ import annotations
 
@@ -64,7 +63,9 @@ class DistributedCommunicator:
         )
         self._ties: dict[tuple[int, ...], DistributedGroup] = {}
         self._pairs: dict[Channel, Pair] = {}
-        self._watch = None if store is None else FailureWatch(store, self._abort)
+        self._watch = (
+            None if store is None else FailureWatch(store, self._abort, holds_store=self.rank == 0)
+        )
 
     def open(self, channels: Sequence[Channel], ties: Sequence[tuple[int, ...]]) -> None:
         stage = self._coordinates["pp"]
@@ -96,6 +97,7 @@ class DistributedCommunicator:
         if self._watch is not None and self._open:
             self._watch.report(message)
             self._destroy()  # closes the connections, which wakes the ranks that wait for this one
+            self._watch.linger()
 
     def failure(self) -> str | None:
         return None if self._watch is None else self._watch.message

@@ -71,6 +71,7 @@ class DistributedGroup:
             return Done()
         with _translated_errors(f"all-gather on {self.name}"):
             work = dist.all_gather_single(output, shard, group=self.handle, async_op=True)
+        assert work is not None
         return DistributedWork(work, (output, shard))
 
     def start_reduce_scatter(self, output: Tensor, whole: Tensor) -> Work:
@@ -79,6 +80,7 @@ class DistributedGroup:
             return Done()
         with _translated_errors(f"reduce-scatter on {self.name}"):
             work = dist.reduce_scatter_single(output, whole, group=self.handle, async_op=True)
+        assert work is not None
         return DistributedWork(work, (output, whole))
 
     def start_all_reduce(self, tensor: Tensor) -> Work:

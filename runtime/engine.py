@@ -114,7 +114,7 @@ class Engine:
         factory = optimizer or optimizer_factory(plan.training)
         trained = [p for p in self.store.parameters.values() if p.requires_grad]
         self.optimizer = factory(trained) if trained else None
-        self._is_loaded = communicator.device.type == "meta"
+        self._is_loaded = torch.empty(0, device=communicator.device).is_meta
         self._state = StepState()
         self._batch: Mapping[str, Tensor] = {}
         self._batch_is_local = False
@@ -362,8 +362,7 @@ class Engine:
         self.store.drop_gradients()
 
     def _loss_and_weight(self) -> tuple[Tensor, Tensor]:
-        """This rank's terms of both sums, float64: zero where another rank counts the same value.
-        """
+        """This rank's terms of both sums, float64: zero where another rank counts the value."""
         return (
             self._own_term(self._model.loss, self._state.losses),
             self._own_term(self._model.weight, self._state.weights),

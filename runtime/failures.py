@@ -1,10 +1,10 @@
-"""How ranks learn that another one failed: a key of the rendezvous store, which every rank watches.
-"""
+"""How ranks learn that another one failed: a key of the rendezvous store, which all watch."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -19,12 +19,16 @@ class FailureWatch:
     """Watches the store from a thread with its own connection.
 
     Args:
-        store: Where failures are reported; a client of other processes.
+        store: Where failures are reported.
+        holds_store: This process may hold the store.
         on_failure: Called once, from the thread, when another rank reports one: has to end what
             waits.
     """
 
-    def __init__(self, store: dist.Store, on_failure: Callable[[], None]) -> None:
+    def __init__(
+        self, store: dist.Store, on_failure: Callable[[], None], *, holds_store: bool
+    ) -> None:
+        self._holds_store = holds_store
         self._reporting = store
         self._watching: dist.Store = store.clone()  # type: ignore[attr-defined] # torch's stubs lack it
         self._on_failure = on_failure
@@ -53,6 +57,11 @@ class FailureWatch:
             self._reporting.compare_set(_KEY, "", message)
         except RuntimeError as error:  # the store died with its rank: nobody is left to tell
             _LOG.debug("no failure could be reported: %s", error)
+
+    def linger(self) -> None:
+        """Let the others read the report, if their store may live in this process."""
+        if self._holds_store:
+            time.sleep(_GRACE_S)
 
     def await_message(self) -> str | None:
         """A report, waited for as long as one may be on its way."""

@@ -47,7 +47,8 @@ def connect(plan: Plan, *, timeout_s: float | None = None) -> DistributedCommuni
     if owns_processes:
         store = _join(plan.cluster.backend, device, mesh, timeout_s)
     else:
-        store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
+        # torch has no public name for it
+        store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     if dist.get_world_size() != mesh.num_ranks:
         raise _wrong_number(dist.get_world_size(), mesh)
     return DistributedCommunicator(
@@ -83,9 +84,7 @@ def launch_store(timeout_s: float) -> tuple[dist.Store, int, int]:
 
     It is kept for as long as the process lives: the first rank may hold it for the others.
     """
-    store, rank, world_size = next(
-        dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))
-    )
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     store.set_timeout(timedelta(seconds=timeout_s))
     return store, rank, world_size
 
@@ -113,9 +112,14 @@ def _join(backend: str, device: torch.device, mesh: Mesh, timeout_s: float) -> d
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=device if device.index is not None else None,
+        device_id=device if has_index(device) else None,
     )
     return dist.PrefixStore(f"failures/{name}", store)
+
+
+def has_index(device: torch.device) -> bool:
+    """True for one of several devices of its type."""
+    return str(device) != device.type
 
 
 def _local_device(device_type: str) -> torch.device:

@@ -103,8 +103,7 @@ class ParameterLayout:
             target.copy_(source)
 
     def _chunked(self, chunks: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Equal-shaped views of both, which cover ``values``: the full chunks, and the short one.
-        """
+        """Equal-shaped views of both, which cover ``values``: full chunks, and the short one."""
         rows, num_rows = self.chunk_rows, self.local_shape[0]
         values = values.reshape(num_rows, self.row_numel)
         num_full, rest = divmod(num_rows, rows)

@@ -143,8 +143,7 @@ class ParameterStore:
                 self._start(unit.start_reduce(is_last=is_last))
 
     def begin_step(self, num_reductions: Mapping[int, int]) -> None:
-        """Forget the last step. ``num_reductions`` says how often this step reduces each segment.
-        """
+        """Forget the last step; ``num_reductions`` says how often this one reduces each segment."""
         self._held.clear()
         self._remaining_reductions = dict(num_reductions)
         self.num_gathers, self.num_reductions = {}, {}

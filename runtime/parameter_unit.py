@@ -87,11 +87,12 @@ class ParameterUnit:
         self._gathering = (self._groups.shard.start_all_gather(gathered, shard), gathered)
 
     def finish_gather(self) -> None:
-        """Wait for the gather. Tensors that autograd saved in forward see the same values again."""
+        """Wait for the gather. What autograd saved in forward has its values again."""
         if self._is_gathered:
             return
-        versions = torch.autograd._unsafe_preserve_version_counter(self._buffer)
-        with torch.no_grad(), versions:
+        # as FSDP2 does: what autograd saved are views of this buffer, with the same values again
+        keep_version = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateUsage]
+        with torch.no_grad(), keep_version(self._buffer):
             self._buffer.untyped_storage().resize_(self._buffer.numel() * self._buffer.itemsize)
             if self._num_shards == 1:
                 self._buffer.copy_(self._master)
@@ -168,7 +169,8 @@ class ParameterUnit:
             start = self._numel_where(lambda layout: not layout.tensor_state.is_sharded)
         return torch.linalg.vector_norm(self.gradient[start:]).double().square()
 
-    def _accumulate(self, layout: ParameterLayout, index: int, tensor: Tensor) -> None:
+    def accumulate(self, layout: ParameterLayout, index: int, tensor: Tensor) -> None:
+        """Move the gradient that autograd left at ``tensor`` into the accumulation buffer."""
         gradient, tensor.grad = tensor.grad, None
         assert gradient is not None
         if self._accumulated is None:
@@ -227,7 +229,7 @@ class _Accumulate:
     index: int
 
     def __call__(self, tensor: Tensor) -> None:
-        self.unit._accumulate(self.layout, self.index, tensor)
+        self.unit.accumulate(self.layout, self.index, tensor)
 
 
 def _offsets(sizes: Sequence[int]) -> tuple[int, ...]:

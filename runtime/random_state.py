@@ -1,5 +1,4 @@
-"""Random numbers of a step: the same on all tensor ranks, different between data ranks and stages.
-"""
+"""Random numbers of a step: alike on all tensor ranks, unlike on data ranks and stages."""
 
 from __future__ import annotations
 
@@ -8,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from autopar.runtime.launch import has_index
 
 
 @contextmanager
@@ -19,7 +20,7 @@ def step_random_state(seed: tuple[int, ...], device: torch.device) -> Iterator[N
         seed: Numbers that name the stream: the plan's seed, the step, the data coordinate, the
             stage.
     """
-    devices = [device.index] if device.index is not None else []
+    devices = [device.index] if has_index(device) else []
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else None):
         digest = hashlib.sha256(repr(seed).encode()).digest()
         torch.random.manual_seed(int.from_bytes(digest[:7], "big"))

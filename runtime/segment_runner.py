@@ -1,5 +1,4 @@
-"""Run a segment forward: its blocks in order, each recomputed in backward where the plan says so.
-"""
+"""Run a segment forward: its blocks in order, recomputed in backward where the plan says so."""
 
 from __future__ import annotations
 

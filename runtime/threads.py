@@ -1,5 +1,4 @@
-"""Ranks as threads of one process: groups and channels without a backend, for tests and debugging.
-"""
+"""Ranks as threads of one process: groups and channels without a backend, for tests."""
 
 from __future__ import annotations
 

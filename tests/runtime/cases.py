@@ -1,5 +1,4 @@
-"""Tiny models with plans for them, and what one device computes: the oracle of the runtime's tests.
-"""
+"""Tiny models with plans for them, and what one device computes: the runtime's oracle."""
 
 from __future__ import annotations
 
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture, run_reference
-from autopar.ir.graph import ModelGraph
-from autopar.ir.mesh import LAYOUT_AXES, Mesh
+from autopar.ir.graph import ModelGraph, TensorInfo, ValueId
+from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, Mesh
+from autopar.ir.placement import INVARIANT, State
 from autopar.ir.plan import (
     BatchPlan,
     Certificate,
@@ -34,6 +34,9 @@ from tests.models import next_token_loss, tiny_gpt2, tiny_llama, tiny_transforme
 from tests.passes.layouts import cheapest, choose_layout, megatron
 
 GLOBAL_BATCH = 8
+HAND_WRITTEN = ("transformer", "frozen")
+"""``frozen`` is the same model with embeddings and head that are not trained."""
+
 DTYPES: dict[PrecisionName, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -43,7 +46,11 @@ DTYPES: dict[PrecisionName, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """One way to run a tiny model. ``modular`` puts segment k on stage k mod p."""
+    """One way to run a tiny model.
+
+    ``modular`` puts segment k on stage k mod p. Parameters whose names contain ``complete`` are used
+    ``I`` on the data axis: each data rank has the whole gradient.
+    """
 
     name: str = "llama"
     layers: int = 2
@@ -57,6 +64,7 @@ class Setup:
     max_grad_norm: float | None = None
     modular: bool = False
     sequence: bool = False
+    complete: str | None = None
 
     def __str__(self) -> str:
         degrees = "".join(
@@ -78,6 +86,10 @@ def make_module(name: str, layers: int, precision: PrecisionName) -> nn.Module:
         module = tiny_gpt2(layers)[0]
     else:
         module = tiny_transformer(layers)[0]
+    if name == "frozen":
+        module.requires_grad_(False)
+        for parameter in (*module.layers.parameters(), *module.norm.parameters()):  # type: ignore[union-attr, operator]
+            parameter.requires_grad_()
     return module.double() if precision == "float64" else module
 
 
@@ -91,7 +103,7 @@ def initial_parameters(name: str, layers: int, precision: PrecisionName) -> dict
 def make_batch(name: str, *, seed: int, size: int = GLOBAL_BATCH) -> dict[str, Tensor]:
     """A global batch."""
     batch = token_batch(size, seed=seed)
-    if name == "transformer":
+    if name in HAND_WRITTEN:
         return {"tokens": batch["input_ids"], "targets": batch["labels"]}
     return batch
 
@@ -103,7 +115,7 @@ def make_model(name: str, layers: int, precision: PrecisionName) -> ModelGraph:
     return capture(
         module,
         make_batch(name, seed=0, size=2),
-        loss_fn=next_token_loss if name == "transformer" else None,
+        loss_fn=next_token_loss if name in HAND_WRITTEN else None,
         compute_dtype=DTYPES[precision],
     )
 
@@ -113,7 +125,13 @@ def make_plan(setup: Setup) -> Plan:
     model = make_model(setup.name, setup.layers, setup.precision)
     mesh, num_blocks = setup.mesh, len(model.blocks)
     micro_batch_size = GLOBAL_BATCH // (mesh.dp * setup.num_micro_batches)
-    pin = megatron(model, sequence=setup.sequence)
+    pinned = megatron(model, sequence=setup.sequence)
+
+    def pin(value: ValueId, tensor: TensorInfo, axis: str) -> State:
+        if setup.complete is not None and setup.complete in value.name and axis == DATA_AXIS:
+            return INVARIANT
+        return pinned(value, tensor, axis)
+
     layout = choose_layout(model, mesh, batch=micro_batch_size * mesh.dp, pin=pin, choose=cheapest)
     stages = [
         block % mesh.pp if setup.modular else block * mesh.pp // num_blocks
@@ -213,7 +231,7 @@ def one_device(
     weights are.
     """
     module = make_module(name, layers, precision)
-    parameters = list(module.parameters())
+    parameters = [p for p in module.parameters() if p.requires_grad]
     stepper: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=0.1)
     if optimizer == "adamw":
         stepper = torch.optim.AdamW(
@@ -233,7 +251,8 @@ def one_device(
             loss = module_loss(module, name, batch)
         loss.backward()
         if step == 0:
-            gradients = {n: p.grad.clone() for n, p in module.named_parameters()}
+            found = ((n, p.grad) for n, p in module.named_parameters())
+            gradients = {n: gradient.clone() for n, gradient in found if gradient is not None}
         limit = float("inf") if max_grad_norm is None else max_grad_norm
         grad_norms.append(torch.nn.utils.clip_grad_norm_(parameters, limit).item())
         stepper.step()
@@ -249,7 +268,7 @@ def one_device(
 
 def module_loss(module: nn.Module, name: str, batch: Mapping[str, Tensor]) -> Tensor:
     """The loss of the user's model."""
-    if name == "transformer":
+    if name in HAND_WRITTEN:
         return next_token_loss(module(batch["tokens"]), batch)
     return module(**batch).loss
 

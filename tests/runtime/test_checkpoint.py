@@ -19,7 +19,13 @@ WRITERS = [
     Setup(name="gpt2", mesh=Mesh(dp_replicate=2, tp=2), zero_stage=0, precision="float64"),
 ]
 READERS = [
-    Setup(name="gpt2", mesh=Mesh(dp_shard=2, tp=2), schedule="layered", zero_stage=3, precision="float64"),
+    Setup(
+        name="gpt2",
+        mesh=Mesh(dp_shard=2, tp=2),
+        schedule="layered",
+        zero_stage=3,
+        precision="float64",
+    ),
     Setup(name="gpt2", mesh=Mesh(), precision="float64"),
 ]
 

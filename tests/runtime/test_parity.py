@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from autopar.ir.mesh import Mesh
-from tests.runtime.cases import Setup
+from autopar.ir.plan import RecomputeName, ScheduleName
+from tests.runtime.cases import Setup, initial_parameters, make_batch
 from tests.runtime.harness import assert_close, assert_parity, train_on_threads
 
 MESHES = (
@@ -22,20 +23,23 @@ MESHES = (
 )
 MODELS = ("llama", "gpt2", "transformer")
 
+SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "layered")
+RECOMPUTES: tuple[RecomputeName, ...] = ("none", "full")
+
 GRID = [
     Setup(
         name=MODELS[index % 3],
         mesh=mesh,
         zero_stage=zero_stage,
         schedule=schedule,
-        recompute=recompute,
-        sequence=index % 2 == 1,
+        recompute=RECOMPUTES[(index // 2 + index) % 2],
+        sequence=index % 4 > 1,
     )
-    for index, (mesh, zero_stage, schedule, recompute) in enumerate(
-        itertools.product(MESHES, range(4), ("1f1b", "layered"), ("none", "full"))
+    for index, (mesh, zero_stage, schedule) in enumerate(
+        itertools.product(MESHES, range(4), SCHEDULES)
     )
 ]
-"""All combinations, with the three models and sequence parallelism in turn."""
+"""Every mesh, ZeRO stage and schedule; models, recomputation and sequence parallelism in turn."""
 
 
 @pytest.mark.parametrize("setup", GRID, ids=str)
@@ -64,18 +68,18 @@ FLOAT64 = [
         name=name,
         mesh=mesh,
         zero_stage=zero_stage,
-        schedule=schedule,
+        schedule=SCHEDULES[is_layered],
         precision="float64",
         optimizer="adamw",
         max_grad_norm=0.5,
         num_micro_batches=2,
     )
-    for name, mesh, zero_stage, schedule in (
-        ("llama", Mesh(dp_shard=2, tp=2), 3, "1f1b"),
-        ("gpt2", Mesh(pp=2, tp=2), 1, "layered"),
-        ("gpt2", Mesh(pp=2, dp_shard=2), 2, "1f1b"),
-        ("transformer", Mesh(dp_replicate=2, dp_shard=2), 3, "layered"),
-        ("llama", Mesh(dp_replicate=2, tp=2), 0, "1f1b"),
+    for name, mesh, zero_stage, is_layered in (
+        ("llama", Mesh(dp_shard=2, tp=2), 3, False),
+        ("gpt2", Mesh(pp=2, tp=2), 1, True),
+        ("gpt2", Mesh(pp=2, dp_shard=2), 2, False),
+        ("transformer", Mesh(dp_replicate=2, dp_shard=2), 3, True),
+        ("llama", Mesh(dp_replicate=2, tp=2), 0, False),
     )
 ]
 
@@ -121,10 +125,27 @@ def test_more_micro_batches_than_stages_change_nothing():
 
 
 def test_num_tokens_counts_valid_tokens():
-    from tests.runtime.cases import make_batch
-
     setup = Setup(name="transformer", mesh=Mesh(dp_shard=2))
     (outcome, _) = train_on_threads(setup, 1)
     valid = (make_batch("transformer", seed=0)["targets"] != -100).sum()
     assert outcome.results[0].num_tokens == valid
-    torch.testing.assert_close(outcome.results[0].seconds > 0, True)
+    assert outcome.results[0].seconds > 0
+
+
+@pytest.mark.parametrize("zero_stage", range(4))
+def test_complete_gradients_are_not_summed_over_data_ranks(zero_stage: int):
+    """Positions do not depend on the batch: used ``I`` on the data axis, each rank has their gradient."""
+    mesh = Mesh(dp_replicate=1 + zero_stage % 2, dp_shard=2)
+    setup = Setup(name="transformer", mesh=mesh, zero_stage=zero_stage, complete="positions")
+    assert_parity(setup, train_on_threads(setup)[0], 3)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_frozen_parameters_stay_as_they_are(zero_stage: int):
+    setup = Setup(name="frozen", mesh=Mesh(pp=2, dp_shard=2), zero_stage=zero_stage)
+    outcome = train_on_threads(setup)[0]
+    assert_parity(setup, outcome, 3)
+    start = initial_parameters("frozen", 2, "fp32")
+    for name in ("tokens.weight", "positions.weight", "head.weight"):
+        assert name not in outcome.gradients
+        torch.testing.assert_close(outcome.parameters[name], start[name], rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""What only real processes can show: gloo's collectives and messages, and ranks that fail or die."""
+"""What only real processes can show: gloo's collectives and messages, ranks that fail or die."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def assert_all_succeed(ended: list[Ended]) -> None:
 
 
 def test_gloo_ranks_compute_what_one_device_computes():
-    """Slow: 21 setups on 4 processes, started once because a start costs seconds."""
+    """Slow: 21 setups on 4 processes, in one start because each costs seconds."""
     assert_all_succeed(run_processes(4, "parity"))
 
 
@@ -26,7 +26,7 @@ def test_gloo_ranks_go_on_from_another_plans_checkpoint(tmp_path: Path):
     assert_all_succeed(run_processes(4, "checkpoint", str(tmp_path)))
 
 
-@pytest.mark.parametrize("degrees", ["2,2,1", "2,1,2", "1,4,1"])
+@pytest.mark.parametrize("degrees", ["2,2,1", "1,2,2"])
 def test_an_exception_on_one_rank_ends_all_within_seconds(degrees: str):
     """Slow: starts processes. Ranks may wait for 60 s, and must not."""
     ended = run_processes(4, "failing", "raises", "3", degrees)

@@ -1,20 +1,28 @@
-"""What the ranks of the process tests do; ``processes.run_processes`` starts it."""
+"""What the ranks of the process tests do; ``processes.run_processes`` starts it.
+
+``python -m tests.runtime.worker FOLDER NUM_RANKS NAME ARGUMENTS`` prepares once, forks the ranks,
+and writes how each ended: exit code and time.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import sys
+import time
+import traceback
 from pathlib import Path
 
 import torch
 
 from autopar.ir.errors import RankFailedError
 from autopar.ir.mesh import Mesh
+from autopar.ir.plan import ScheduleName
 from autopar.runtime.launch import connect
 from tests.runtime.cases import Setup, expected_of, make_batch, make_plan
-from tests.runtime.harness import assert_parity, make_engine, train
+from tests.runtime.harness import assert_parity, lowered, make_engine, train
 
 TP2_DP2 = Mesh(dp_shard=2, tp=2)
 PP2_TP2 = Mesh(pp=2, tp=2)
@@ -22,12 +30,13 @@ PP2_DP2 = Mesh(pp=2, dp_shard=2)
 DP4 = Mesh(dp_shard=4)
 MODELS = ("llama", "gpt2", "transformer")
 
+SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "layered")
 FP32 = [
     Setup(
         name=MODELS[(index + zero_stage) % 3],
         mesh=mesh,
         zero_stage=zero_stage,
-        schedule="layered" if (index + zero_stage) % 2 else "1f1b",
+        schedule=SCHEDULES[(index + zero_stage) % 2],
         recompute="full" if (index + zero_stage // 2) % 2 else "none",
     )
     for index, mesh in enumerate((TP2_DP2, PP2_TP2, PP2_DP2, DP4))
@@ -40,21 +49,25 @@ FLOAT64 = [
         name=name,
         mesh=mesh,
         zero_stage=zero_stage,
-        schedule=schedule,
+        schedule=SCHEDULES[is_layered],
         precision="float64",
         optimizer="adamw",
         max_grad_norm=0.5,
     )
-    for name, mesh, zero_stage, schedule in (
-        ("llama", TP2_DP2, 3, "layered"),
-        ("gpt2", PP2_DP2, 2, "1f1b"),
-        ("transformer", Mesh(dp_replicate=2, dp_shard=2), 1, "layered"),
+    for name, mesh, zero_stage, is_layered in (
+        ("llama", TP2_DP2, 3, True),
+        ("gpt2", PP2_DP2, 2, False),
+        ("transformer", Mesh(dp_replicate=2, dp_shard=2), 1, True),
     )
 ]
 OTHERS = [
     Setup(layers=4, mesh=PP2_DP2, schedule="layered", zero_stage=3, modular=True),
     Setup(mesh=PP2_TP2, precision="bf16", zero_stage=0, sequence=True),
 ]
+
+
+WRITER = Setup(name="gpt2", mesh=PP2_DP2, zero_stage=3, precision="float64", optimizer="adamw")
+READER = dataclasses.replace(WRITER, mesh=TP2_DP2, schedule="layered", zero_stage=1)
 
 
 def parity() -> None:
@@ -70,39 +83,34 @@ def parity() -> None:
 
 def checkpoint(folder: str) -> None:
     """Write under one plan, go on under another."""
-    writer = Setup(
-        name="gpt2", mesh=PP2_DP2, zero_stage=3, precision="float64", optimizer="adamw"
-    )
-    reader = dataclasses.replace(writer, mesh=TP2_DP2, schedule="layered", zero_stage=1)
     path = Path(folder) / "checkpoint"
-    engine = make_engine(writer, connect(make_plan(writer)))
+    engine = make_engine(WRITER, connect(make_plan(WRITER)))
     losses = [engine.train_step(make_batch("gpt2", seed=step)).loss for step in range(2)]
     engine.save(path)
     engine.close()
-    engine = make_engine(reader, connect(make_plan(reader)))
+    engine = make_engine(READER, connect(make_plan(READER)))
     engine.load(path)
     losses.append(engine.train_step(make_batch("gpt2", seed=2)).loss)
     engine.close()
-    for found, expected in zip(losses, expected_of(writer, 3).losses, strict=True):
+    for found, expected in zip(losses, expected_of(WRITER, 3).losses, strict=True):
         assert abs(found - expected) < 1e-9
 
 
 def failing(how: str, rank: str, degrees: str) -> None:
-    """After a good step the chosen rank raises, or dies; the others say what they saw and end with code 3."""
-    pp, dp, tp = map(int, degrees.split(","))
-    setup = Setup(mesh=Mesh(pp=pp, dp_shard=dp, tp=tp), zero_stage=2)
+    """After a good step the chosen rank raises, or dies; those that see it end with code 3."""
+    setup = failing_setup(degrees)
     communicator = connect(make_plan(setup))
     engine = make_engine(setup, communicator)
     engine.train_step(make_batch(setup.name, seed=0))
     if communicator.rank == int(rank):
-        target = engine._runners[min(engine._runners)]
+        first = engine._runners[min(engine._runners)]
 
         def fail(*arguments: object) -> None:
             if how == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("broken on purpose")
 
-        target.segment.module.forward = fail
+        first.segment.module.forward = fail
     try:
         engine.train_step(make_batch(setup.name, seed=1))
     except RankFailedError as error:
@@ -112,6 +120,51 @@ def failing(how: str, rank: str, degrees: str) -> None:
         os._exit(3)
 
 
-if __name__ == "__main__":
+def failing_setup(degrees: str) -> Setup:
+    """Stages, data and tensor ranks as in ``2,2,1``."""
+    pp, dp, tp = map(int, degrees.split(","))
+    return Setup(name="transformer", mesh=Mesh(pp=pp, dp_shard=dp, tp=tp), zero_stage=2)
+
+
+def prepare(name: str, arguments: list[str]) -> None:
+    """What all ranks would do alike: capture and lower. No backward runs before the fork."""
+    if name == "failing":
+        setups = [failing_setup(arguments[-1])]
+    else:
+        setups = [*FP32, *FLOAT64, *OTHERS] if name == "parity" else [WRITER, READER]
+    for setup in setups:
+        lowered(setup)
+
+
+def fork_rank(rank: int, folder: Path, name: str, arguments: list[str]) -> int:
+    """A rank in a process of its own, whose output goes to a file; returns its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    file = os.open(folder / f"{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    code = 1
+    try:
+        globals()[name](*arguments)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def main(folder: Path, num_ranks: int, name: str, arguments: list[str]) -> None:
     torch.set_num_threads(1)
-    globals()[sys.argv[1]](*sys.argv[2:])
+    prepare(name, arguments)
+    pids = [fork_rank(rank, folder, name, arguments) for rank in range(num_ranks)]
+    ended: dict[int, tuple[int, float]] = {}
+    while len(ended) < num_ranks:
+        pid, status = os.wait()
+        ended[pid] = (os.waitstatus_to_exitcode(status), time.monotonic())
+    (folder / "ended.json").write_text(json.dumps([ended[pid] for pid in pids]))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
