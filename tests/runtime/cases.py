@@ -48,8 +48,8 @@ DTYPES: dict[PrecisionName, torch.dtype] = {
 class Setup:
     """One way to run a tiny model.
 
-    ``modular`` puts segment k on stage k mod p. Parameters whose names contain ``complete`` are used
-    ``I`` on the data axis: each data rank has the whole gradient.
+    ``modular`` puts segment k on stage k mod p. Parameters whose names contain ``complete`` are
+    used ``I`` on the data axis: each data rank has the whole gradient.
     """
 
     name: str = "llama"
@@ -87,9 +87,8 @@ def make_module(name: str, layers: int, precision: PrecisionName) -> nn.Module:
     else:
         module = tiny_transformer(layers)[0]
     if name == "frozen":
-        module.requires_grad_(False)
-        for parameter in (*module.layers.parameters(), *module.norm.parameters()):  # type: ignore[union-attr, operator]
-            parameter.requires_grad_()
+        for path, parameter in module.named_parameters():
+            parameter.requires_grad_(path.startswith(("layers", "norm")))
     return module.double() if precision == "float64" else module
 
 

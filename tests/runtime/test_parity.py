@@ -134,7 +134,7 @@ def test_num_tokens_counts_valid_tokens():
 
 @pytest.mark.parametrize("zero_stage", range(4))
 def test_complete_gradients_are_not_summed_over_data_ranks(zero_stage: int):
-    """Positions do not depend on the batch: used ``I`` on the data axis, each rank has their gradient."""
+    """Positions do not depend on the batch: where they are ``I``, each rank has their gradient."""
     mesh = Mesh(dp_replicate=1 + zero_stage % 2, dp_shard=2)
     setup = Setup(name="transformer", mesh=mesh, zero_stage=zero_stage, complete="positions")
     assert_parity(setup, train_on_threads(setup)[0], 3)
