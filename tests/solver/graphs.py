@@ -1,0 +1,218 @@
+"""Small models for the solver's tests, built by hand: no capture, a handful of ops."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import (
+    BATCH,
+    Block,
+    BlockKind,
+    LossKind,
+    ModelGraph,
+    NodeInfo,
+    Parameter,
+    Role,
+    TensorInfo,
+    ValueId,
+    activation,
+    set_info,
+)
+from autopar.ir.placement import State
+from autopar.solver.costs.comm import Links, group_of
+from autopar.solver.costs.kernels import Kernels
+from autopar.solver.hardware import Cluster
+from autopar.solver.layout.costing import Coster
+from autopar.solver.layout.make import make_problem, model_facts
+from autopar.solver.layout.problem import Problem, Weights
+from autopar.solver.layout.state import AxisRule
+
+SEQ, HIDDEN = 8, 16
+aten = torch.ops.aten
+
+
+def tensor_info(*shape: object, grad: bool = True) -> TensorInfo:
+    return TensorInfo(shape=shape, dtype=torch.float32, requires_grad=grad)  # type: ignore[arg-type]
+
+
+def block_model(steps: Sequence[tuple[str, int]], num_blocks: int = 2) -> ModelGraph:
+    """A model of equal blocks, and a last one that sums up.
+
+    Each step is an op and the index of the earlier value (0 is the block's input) that it reads
+    beside the latest one: ``linear`` and ``relu`` read only the latest.
+    """
+    graph = fx.Graph()
+    hidden = tensor_info(BATCH, SEQ, HIDDEN)
+    x = _placeholder(graph, "x", hidden)
+    num_weights = sum(name == "linear" for name, _ in steps)
+    weight_info = tensor_info(HIDDEN, HIDDEN)
+    weights = iter([_placeholder(graph, f"w{i}", weight_info) for i in range(num_weights)])
+    values = [x]
+    for name, other in steps:
+        if name == "linear":
+            made = graph.call_function(aten.linear.default, (values[-1], next(weights)))
+        elif name == "relu":
+            made = graph.call_function(aten.relu.default, (values[-1],))
+        else:
+            target = {"add": aten.add.Tensor, "mul": aten.mul.Tensor}[name]
+            made = graph.call_function(target, (values[-1], values[other % len(values)]))
+        set_info(made, NodeInfo(tensors=(hidden,)))
+        values.append(made)
+    graph.output((values[-1],))
+    kinds = {
+        "body": BlockKind(
+            name="body", graph=graph, roles=(Role.ACTIVATION, *[Role.PARAMETER] * num_weights)
+        ),
+        "first": _first_kind(hidden),
+        "last": _last_kind(hidden),
+    }
+    blocks = [_block(0, "first", [ValueId(Role.INPUT, "x"), ValueId(Role.PARAMETER, "w")])]
+    parameters = {"w": _parameter("w")}
+    for index in range(1, num_blocks + 1):
+        names = [f"{index}.w{i}" for i in range(num_weights)]
+        parameters |= {name: _parameter(name) for name in names}
+        bound = [ValueId(Role.PARAMETER, name) for name in names]
+        blocks.append(_block(index, "body", [activation(index - 1, 0), *bound]))
+    blocks.append(_block(num_blocks + 1, "last", [activation(num_blocks, 0)]))
+    return ModelGraph(
+        name="small",
+        blocks=tuple(blocks),
+        kinds={name: kinds[name] for name in ("first", "body", "last")},
+        parameters=parameters,
+        inputs={"x": tensor_info(BATCH, SEQ, HIDDEN, grad=False)},
+        constants={},
+        loss=activation(num_blocks + 1, 0),
+        weight=None,
+        loss_kind=LossKind.MICRO_BATCH_MEAN,
+        compute_dtype=torch.float32,
+        fingerprint="small",
+    )
+
+
+def _first_kind(hidden: TensorInfo) -> BlockKind:
+    graph = fx.Graph()
+    x = _placeholder(graph, "x", tensor_info(BATCH, SEQ, HIDDEN, grad=False))
+    w = _placeholder(graph, "w", tensor_info(HIDDEN, HIDDEN))
+    made = graph.call_function(aten.linear.default, (x, w))
+    set_info(made, NodeInfo(tensors=(hidden,)))
+    graph.output((made,))
+    return BlockKind(name="first", graph=graph, roles=(Role.INPUT, Role.PARAMETER))
+
+
+def _last_kind(hidden: TensorInfo) -> BlockKind:
+    graph = fx.Graph()
+    x = _placeholder(graph, "x", hidden)
+    made = graph.call_function(aten.sum.default, (x,))
+    set_info(made, NodeInfo(tensors=(tensor_info(),)))
+    graph.output((made,))
+    return BlockKind(name="last", graph=graph, roles=(Role.ACTIVATION,))
+
+
+def _placeholder(graph: fx.Graph, name: str, info: TensorInfo) -> fx.Node:
+    node = graph.placeholder(name)
+    set_info(node, NodeInfo(tensors=(info,)))
+    return node
+
+
+def _block(index: int, kind: str, bindings: Sequence[ValueId]) -> Block:
+    return Block(index=index, kind=kind, path=f"b.{index}", bindings=tuple(bindings))
+
+
+def _parameter(name: str) -> Parameter:
+    return Parameter(
+        name=name,
+        names=(name,),
+        shape=(HIDDEN, HIDDEN),
+        dtype=torch.float32,
+        requires_grad=True,
+    )
+
+
+def tensor_problem(model: ModelGraph, tp: int = 2, batch: int = 2) -> Problem:
+    """The problem of a tensor axis on local CPU ranks."""
+    cluster = Cluster("cpu-local")
+    coster = Coster(
+        Kernels(cluster.hardware), Links(cluster), group_of(cluster, size=tp, stride=1), batch
+    )
+    axis = AxisRule(name="tp", shards_batch=False, idle=tp == 1)
+    return make_problem(model_facts(model), axis, coster)
+
+
+def time_weights(problem: Problem, *, held: float = 0.0, step: float = 0.5) -> Weights:
+    """Seconds of all blocks, forward and backward, and reductions of every second micro-batch."""
+    counts = tuple(map(float, problem.counts))
+    return Weights(
+        forward=counts,
+        backward=counts,
+        step=step,
+        held=tuple(held * count for count in counts),
+        parameters=(0.0,) * len(problem.classes),
+    )
+
+
+def brute_force(problem: Problem, weights: Weights) -> float:
+    """The least objective over every combination of options and states, by enumeration.
+
+    Once the states of all classes are fixed, kinds do not touch each other: each is enumerated by
+    itself, over the product of its ops' options.
+    """
+    best = math.inf
+    for states in itertools.product(*(range(len(c.states)) for c in problem.classes)):
+        total = sum(
+            weights.step * found.step_s[state]
+            for found, state in zip(problem.classes, states, strict=True)
+        )
+        for kind in range(len(problem.kinds)):
+            total += _cheapest_kind(problem, weights, kind, states)
+        best = min(best, total)
+    return best
+
+
+def _cheapest_kind(
+    problem: Problem, weights: Weights, kind: int, states: tuple[int, ...]
+) -> float:
+    ops = [op for op in problem.ops if op.kind == kind]
+    best = math.inf
+    for options in itertools.product(*(op.options for op in ops)):
+        produced = {
+            number: problem.classes[value.state_class].states[states[value.state_class]]
+            for number, value in enumerate(problem.values)
+            if value.kind == kind and value.state_class is not None
+        }
+        wanted: set[tuple[int, State]] = set()
+        kept: set[int] = set()
+        cost = 0.0
+        for op, option in zip(ops, options, strict=True):
+            cost += weights.forward[kind] * option.forward_s
+            cost += weights.backward[kind] * option.backward_s
+            produced.update(zip(op.results, option.option.results, strict=True))
+            wanted.update(zip(op.operands, option.option.operands, strict=True))
+            kept.update(option.held)
+        for delivery in problem.deliveries:
+            if delivery.kind == kind:
+                number = delivery.state_class
+                wanted.add((delivery.value, problem.classes[number].states[states[number]]))
+        for number, state in wanted:
+            value = problem.values[number]
+            pair = (value.states.index(produced[number]), value.demanded.index(state))
+            if pair not in value.moves:
+                cost = math.inf
+                break
+            move = value.moves[pair]
+            cost += weights.forward[kind] * move.forward_s
+            cost += weights.backward[kind] * move.backward_s
+        for number in kept:
+            held = problem.held[number]
+            if held.moved is None:
+                cost += weights.held[kind] * held.num_bytes
+            else:
+                value = problem.values[held.moved[0]]
+                if produced[held.moved[0]] != value.demanded[held.moved[1]]:
+                    cost += weights.held[kind] * held.num_bytes
+        best = min(best, cost)
+    return best

@@ -1,0 +1,294 @@
+"""The search: bounds hold for everything that is simulated, and memory and pins behave."""
+
+import dataclasses
+import math
+from importlib import resources
+
+import numpy as np
+import pytest
+from torch import nn
+from torch.nn import functional as F
+
+from autopar.capture import capture
+from autopar.ir.errors import InfeasibleError, InputError
+from autopar.ir.plan import Plan, TrainingPlan, from_json, to_json
+from autopar.solver import Cluster, solve
+from autopar.solver.candidates import candidates
+from autopar.solver.costs.memory import itemsizes
+from autopar.solver.layout.make import model_facts
+from autopar.solver.search import Search
+from tests.models import next_token_loss, tiny_llama, token_batch
+from tests.solver.graphs import block_model
+
+HARDWARE = (resources.files("autopar.solver.hardware") / "cpu-local.toml").read_text()
+TRAINING = TrainingPlan(
+    precision="fp32",
+    optimizer="adamw",
+    learning_rate=1e-3,
+    weight_decay=0.1,
+    betas=(0.9, 0.95),
+    eps=1e-8,
+    max_grad_norm=1.0,
+    seed=0,
+)
+SMALL = block_model([("linear", 0), ("relu", 0), ("linear", 0), ("add", 0)], num_blocks=4)
+
+
+def cluster_with(tmp_path, usable_bytes: int, **changes: str) -> Cluster:
+    text = HARDWARE.replace("2_147_483_648", str(usable_bytes))
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    path = tmp_path / f"m{usable_bytes}.toml"
+    path.write_text(text)
+    return Cluster(path)
+
+
+def plan(cluster: Cluster, batch: int = 8, **pin: int | str) -> Plan:
+    return solve(SMALL, cluster, global_batch_size=batch, training=TRAINING, pin=pin)
+
+
+def test_no_simulated_candidate_is_below_its_bound():
+    cluster = Cluster("cpu-local")
+    search = Search(model_facts(SMALL), cluster, itemsizes(TRAINING))
+    found = candidates(
+        cluster, global_batch_size=8, num_blocks=len(SMALL.blocks), pin={}
+    )
+    steps = {}
+    for candidate in found:
+        solved = search.solve(candidate)
+        bound = search.bound(candidate)
+        assert search.scalar_bound(candidate) <= bound * (1 + 1e-9)
+        if solved is not None:
+            steps[candidate] = solved.step_s
+            assert bound <= solved.step_s * (1 + 1e-9), str(candidate)
+            simulated = solved.simulation.peak_held_bytes
+            assert len(simulated) == candidate.pp
+    result = Search(model_facts(SMALL), cluster, itemsizes(TRAINING)).run(found)
+    assert result.best is not None
+    assert result.bound_s <= min(steps.values()) * (1 + 1e-9)
+    assert result.best.step_s == pytest.approx(min(steps.values()), rel=0.05)
+
+
+def test_matrix_of_bytes_equals_bytes_by_cause():
+    cluster = Cluster("cpu-local")
+    search = Search(model_facts(SMALL), cluster, itemsizes(TRAINING))
+    for candidate in candidates(
+        cluster, global_batch_size=8, num_blocks=len(SMALL.blocks), pin={}
+    ):
+        setting = search.setting(candidate)
+        stager = search.stager(candidate, setting.least)
+        for stage in range(candidate.pp):
+            matrix = stager.peak_matrix(stage)
+            last_stage = stage == candidate.pp - 1
+            for first in range(len(SMALL.blocks)):
+                for end in range(first + 1, len(SMALL.blocks) + 1):
+                    if last_stage != (end == len(SMALL.blocks)) or (stage == 0) != (first == 0):
+                        continue
+                    causes = stager.bytes_by_cause(stager.contents(stage, first, end - 1))
+                    total = sum(causes.values())
+                    assert math.isclose(matrix[first, end], total, rel_tol=1e-6, abs_tol=32), (
+                        str(candidate),
+                        first,
+                        end,
+                    )
+
+
+def test_more_memory_never_costs_more_and_is_never_exceeded(tmp_path):
+    steps = []
+    for usable in (2_000, 8_000, 16_000, 32_000, 64_000, 2**31):
+        try:
+            found = plan(cluster_with(tmp_path, usable), batch=16)
+        except InfeasibleError:
+            steps.append(math.inf)
+            continue
+        assert all(rank.peak_bytes <= usable for rank in found.prediction.ranks)
+        steps.append(found.prediction.step_s * (1 - found.certificate.gap))
+    assert math.isfinite(steps[-1])
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in zip(steps, steps[1:], strict=False))
+
+
+def test_a_pinned_optimum_is_returned():
+    cluster = Cluster("cpu-local")
+    free = plan(cluster)
+    pin: dict[str, int | str] = {
+        "tp": free.mesh.tp,
+        "pp": free.mesh.pp,
+        "micro_batch_size": free.batch.micro_batch_size,
+        "zero_stage": free.schedule.zero_stage,
+        "recompute": free.schedule.recompute,
+        "schedule": free.schedule.name,
+    }
+    pinned = plan(cluster, **pin)
+    assert (pinned.mesh, pinned.batch, pinned.schedule) == (free.mesh, free.batch, free.schedule)
+    assert pinned.layout == free.layout
+    assert pinned.prediction == free.prediction
+
+
+def test_same_input_gives_the_same_plan():
+    first, second = (plan(Cluster("cpu-local")) for _ in range(2))
+    timeless = [
+        dataclasses.replace(p, certificate=dataclasses.replace(p.certificate, solve_s=0.0))
+        for p in (first, second)
+    ]
+    assert timeless[0] == timeless[1]
+
+
+@pytest.mark.parametrize(
+    ("pin", "said"),
+    [
+        ({"tp": 3}, "tp=3"),
+        ({"tp": 8}, "tp=8"),
+        ({"pp": 2, "tp": 4}, "needs 8 GPUs"),
+        ({"micro_batch_size": 3}, "micro_batch_size=3"),
+        ({"dp_shard": 2, "zero_stage": 0}, "zero_stage=0"),
+        ({"dp_shard": 1, "zero_stage": 2}, "zero_stage=2"),
+        ({"zero_stage": 4}, "zero_stage=4"),
+        ({"recompute": "some"}, "recompute='some'"),
+        ({"schedule": 3}, "schedule=3"),
+        ({"cp": 2}, "cp=2"),
+        ({"virtual_stages": 2}, "virtual_stages=2"),
+        ({"depth": 2}, "depth"),
+        ({"tp": True}, "tp=True"),
+        ({"tp": 4, "zero_stage": 1}, "zero_stage=1"),
+    ],
+)
+def test_a_pin_that_cannot_hold_is_named(pin, said):
+    with pytest.raises(InputError, match=said):
+        plan(Cluster("cpu-local"), **pin)
+
+
+def test_more_stages_than_blocks_are_refused():
+    with pytest.raises(InputError, match="pp=32"):
+        solve(
+            SMALL,
+            Cluster("cpu-local", nodes=8),
+            global_batch_size=32,
+            training=TRAINING,
+            pin={"pp": 32},
+        )
+
+
+@pytest.mark.parametrize(
+    "pin",
+    [
+        {"tp": 2, "pp": 2},
+        {"dp_replicate": 2, "dp_shard": 2},
+        {"dp_shard": 4, "zero_stage": 3},
+        {"pp": 4},
+        {"dp_replicate": 4},
+        {"tp": 1, "pp": 1, "dp_replicate": 1, "dp_shard": 2},
+        {"cp": 1, "ep": 1, "virtual_stages": 1, "tp": 4},
+        {"schedule": "layered", "pp": 2, "recompute": "full"},
+    ],
+)
+def test_pins_hold(pin):
+    found = plan(Cluster("cpu-local"), **pin)
+    decided = {
+        **dataclasses.asdict(found.mesh),
+        "micro_batch_size": found.batch.micro_batch_size,
+        "zero_stage": found.schedule.zero_stage,
+        "recompute": found.schedule.recompute,
+        "schedule": found.schedule.name,
+    }
+    assert all(decided.get(name, 1) == value for name, value in pin.items())
+    assert (found.schedule.zero_stage == 0) == (found.mesh.dp_shard == 1)
+    assert from_json(to_json(found)) == found
+
+
+def test_what_does_not_fit_is_explained(tmp_path):
+    with pytest.raises(InfeasibleError) as caught:
+        plan(cluster_with(tmp_path, 2_000))
+    assert "too much" in str(caught.value)
+    assert "stage" in str(caught.value)
+    with pytest.raises(InfeasibleError, match=r"leave micro_batch_size=16 open"):
+        plan(cluster_with(tmp_path, 30_000), batch=64, micro_batch_size=16)
+
+
+def test_prediction_is_consistent():
+    found = plan(Cluster("cpu-local"), pp=2, batch=16)
+    prediction = found.prediction
+    for rank in prediction.ranks:
+        assert sum(rank.bytes_by_cause.values()) == rank.peak_bytes
+        assert sum(rank.seconds_by_cause.values()) == pytest.approx(prediction.step_s, rel=0.02)
+    assert sum(rank.num_ranks for rank in prediction.ranks) == 4
+    assert 0 < prediction.mfu < 1
+    certificate = found.certificate
+    assert certificate.gap == pytest.approx(1 - certificate.bound_s / certificate.objective_s)
+    assert certificate.objective_s == prediction.step_s
+
+
+class Renamed(nn.Module):
+    """The plain transformer of ``tests.models``, under other names."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        import torch
+
+        torch.manual_seed(0)
+        for name, module in {
+            f"{names}_z": nn.Embedding(32, 16),
+            f"{names}_y": nn.ModuleList(nn.Linear(16, 16) for _ in range(3)),
+            f"{names}_a": nn.Linear(16, 32),
+        }.items():
+            setattr(self, name, module)
+        self.parts = [f"{names}_z", f"{names}_y", f"{names}_a"]
+
+    def forward(self, tokens):
+        embed, layers, head = (getattr(self, name) for name in self.parts)
+        x = embed(tokens)
+        for layer in layers:
+            x = x + F.gelu(layer(x))
+        return head(x)
+
+
+@pytest.mark.parametrize("pin", [{"tp": 4}, {"tp": 2, "pp": 2}])
+def test_renaming_everything_gives_the_same_plan(pin):
+    plans = []
+    for names in ("q_proj", "zz"):
+        batch = token_batch(vocab=32)
+        inputs = {"tokens": batch["input_ids"], "targets": batch["labels"]}
+        model = capture(Renamed(names), inputs, loss_fn=next_token_loss)
+        plans.append(
+            solve(model, Cluster("cpu-local"), global_batch_size=8, training=TRAINING, pin=pin)
+        )
+    one, other = plans
+    assert (one.mesh, one.batch, one.schedule, one.layout, one.segments) == (
+        other.mesh,
+        other.batch,
+        other.schedule,
+        other.layout,
+        other.segments,
+    )
+    placed = [[p.placement for p in found.parameters.values()] for found in plans]
+    assert sorted(placed[0]) == sorted(placed[1])
+    assert one.prediction == other.prediction
+
+
+def test_tensor_parallel_llama_is_sharded_as_by_hand():
+    """No template says so: columns then rows in attention and MLP, sequence-sharded between."""
+    module, inputs = tiny_llama()
+    found = solve(
+        capture(module, inputs),
+        Cluster("cpu-local"),
+        global_batch_size=8,
+        training=TRAINING,
+        pin={"tp": 2, "pp": 1},
+    )
+    tensor = {
+        name.split("layers.0.")[1]: parameter.placement[1]
+        for name, parameter in found.parameters.items()
+        if "layers.0." in name
+    }
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    assert {tensor[f"{name}.weight"] for name in (*columns, "mlp.gate_proj", "mlp.up_proj")} == {"S(0)"}
+    assert {tensor[f"{name}.weight"] for name in ("self_attn.o_proj", "mlp.down_proj")} == {"S(1)"}
+
+
+def test_bounds_are_arrays_without_holes():
+    search = Search(model_facts(SMALL), Cluster("cpu-local"), itemsizes(TRAINING))
+    candidate = candidates(
+        Cluster("cpu-local"), global_batch_size=8, num_blocks=len(SMALL.blocks), pin={"pp": 2}
+    )[0]
+    times = search.setting(candidate).least_times(candidate.recompute)
+    assert np.isfinite(times.both).all()
+    assert (times.both > 0).all()
