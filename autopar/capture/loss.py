@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autopar.capture.flat import FlatGraph, argument, emit, remove_dead_code
-from autopar.ir.functional import token_loss
+from autopar.ir.functional import sum_dtype, token_loss
 from autopar.ir.graph import LossKind, NodeInfo, Size, TensorInfo, info, set_info
 
 _aten = torch.ops.aten
@@ -103,7 +103,7 @@ def _token_loss(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 def _emit_token_loss(
     node: fx.Node, logits: fx.Node, targets: fx.Node, ignore_index: Any
 ) -> tuple[fx.Node, fx.Node]:
-    dtype = info(logits).tensor.dtype
+    dtype = sum_dtype(info(logits).tensor.dtype)
     scalar = TensorInfo(shape=(), dtype=dtype, requires_grad=info(node).tensor.requires_grad)
     facts = (scalar, with_fields(scalar, requires_grad=False))
     both = emit(node.graph, node, token_loss, (logits, targets, ignore_index))

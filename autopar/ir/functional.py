@@ -16,16 +16,27 @@ from autopar.ir.placement import parse_state
 
 
 def token_loss(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-    """Cross-entropy summed over valid tokens, and their number, both scalars of the logits' dtype.
+    """Cross-entropy summed over valid tokens, and their number.
+
+    Both are scalars of ``sum_dtype`` of the logits' dtype.
 
     Args:
         logits: ``[…, vocabulary]``.
         targets: ``[…]``, integers; tokens equal to ``ignore_index`` are not valid.
     """
-    loss = functional.cross_entropy(
-        logits.flatten(0, -2), targets.flatten(), ignore_index=ignore_index, reduction="sum"
+    dtype = sum_dtype(logits.dtype)
+    losses = functional.cross_entropy(
+        logits.flatten(0, -2),
+        targets.flatten(),
+        ignore_index=ignore_index,
+        reduction="sum" if logits.dtype == dtype else "none",
     )
-    return loss, (targets != ignore_index).sum().to(logits.dtype)
+    return losses.sum(dtype=dtype), (targets != ignore_index).sum().to(dtype)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what sums over tokens are kept: float32 or wider, as bfloat16 counts up to 256 only."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def vocab_embedding(weight: Tensor, ids: Tensor, axis: AxisGroup, padding_idx: int = -1) -> Tensor:
@@ -53,7 +64,7 @@ def vocab_token_loss(
     No logits are gathered. The results are ``I`` on the axis.
     """
     loss: Tensor = _VocabTokenLoss.apply(logits, targets, axis, ignore_index)
-    return loss, (targets != ignore_index).sum().to(logits.dtype)
+    return loss, (targets != ignore_index).sum().to(sum_dtype(logits.dtype))
 
 
 class _VocabTokenLoss(torch.autograd.Function):
@@ -73,7 +84,8 @@ class _VocabTokenLoss(torch.autograd.Function):
         total, target_logit = axis.all_reduce(torch.stack([softmax.sum(-1), target_logit])).unbind()
         softmax.div_(total.unsqueeze(-1))
         ctx.save_for_backward(softmax, local, mine, valid)
-        return (total.log() - target_logit).masked_fill(~valid, 0).sum()
+        losses = (total.log() - target_logit).masked_fill(~valid, 0)
+        return losses.sum(dtype=sum_dtype(losses.dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:

@@ -102,7 +102,7 @@ BF16 = [
     for name, mesh, zero in (
         ("llama", Mesh(dp_shard=2, tp=2), 3),
         ("gpt2", Mesh(pp=2, dp_shard=2), 1),
-        ("llama", Mesh(dp_replicate=2), 0),
+        ("transformer", Mesh(dp_replicate=2, tp=2), 0),
     )
 ]
 
@@ -124,8 +124,9 @@ def test_more_micro_batches_than_stages_change_nothing():
     assert_parity(setup, train_on_threads(setup)[0], 3)
 
 
-def test_num_tokens_counts_valid_tokens():
-    setup = Setup(name="transformer", mesh=Mesh(dp_shard=2))
+@pytest.mark.parametrize("mesh", [Mesh(dp_shard=2), Mesh(tp=2)], ids=["dp", "tp"])
+def test_num_tokens_counts_valid_tokens_in_bf16_too(mesh: Mesh):
+    setup = Setup(name="transformer", mesh=mesh, precision="bf16", num_micro_batches=1)
     (outcome, _) = train_on_threads(setup, 1)
     valid = (make_batch("transformer", seed=0)["targets"] != -100).sum()
     assert outcome.results[0].num_tokens == valid
