@@ -1,0 +1,199 @@
+"""``compile``: a model that trains in parallel on the ranks that run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor, nn
+
+from autopar.api.planning import (
+    OptimizerName,
+    capture_request,
+    capture_source,
+    make_request,
+    solve_request,
+)
+from autopar.capture import Inputs, LossFn, ModelSource, open_model
+from autopar.ir.errors import ClusterError, InputError, PlanFormatError
+from autopar.ir.graph import ModelGraph
+from autopar.ir.plan import Plan, PrecisionName, from_json, to_json
+from autopar.passes import lower_plan
+from autopar.runtime import Engine, OptimizerFactory, StepResult, connect, num_launched, share_text
+from autopar.solver import Cluster
+
+
+class CompiledModel:
+    """A model under a plan, on this rank. Make it with ``compile`` or ``compile_plan``.
+
+    It is a context manager: leaving it ends the communication.
+    """
+
+    def __init__(self, plan: Plan, engine: Engine) -> None:
+        self.plan = plan
+        self._engine = engine
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._engine.communicator.rank
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps taken, those before a checkpoint included."""
+        return self._engine.num_steps
+
+    def train_step(self, batch: Mapping[str, Tensor], *, local: bool = False) -> StepResult:
+        """One optimizer step on a global batch; every rank calls it.
+
+        Args:
+            batch: Inputs by name, ``[global_batch_size, …]``, the same on every rank; with
+                ``local``, ``[global_batch_size / dp, …]``: this rank's share only.
+            local: Whether ``batch`` is this rank's share only.
+
+        Raises:
+            InputError: The batch does not fit the plan, or has no valid token.
+            RankFailedError: This or another rank failed; no further step is possible.
+        """
+        return self._engine.train_step(batch, local=local)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters, optimizer state and step, global, on the CPU; every rank calls it."""
+        return self._engine.state_dict()
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint that any plan of this model can load; every rank calls it."""
+        self._engine.save(path)
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a checkpoint, under whatever plan it was written; every rank calls it."""
+        self._engine.load(path)
+
+    def close(self) -> None:
+        """End the communication; every rank calls it."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._engine.abort(error)  # the others must not wait for this rank
+        self.close()
+
+
+def compile(
+    model: str | Path | nn.Module,
+    cluster: Cluster,
+    *,
+    plan: Plan | None = None,
+    example_batch: Inputs | None = None,
+    loss_fn: LossFn | None = None,
+    global_batch_size: int | None = None,
+    seq_len: int | None = None,
+    precision: PrecisionName | None = None,
+    optimizer: OptimizerName | OptimizerFactory = "adamw",
+    learning_rate: float = 3e-4,
+    weight_decay: float = 0.1,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    max_grad_norm: float | None = 1.0,
+    seed: int = 0,
+    pin: Mapping[str, int | str] | None = None,
+) -> CompiledModel:
+    """Plan ``model`` for ``cluster`` and make it run on the ranks that call this.
+
+    Every rank calls it alike, under ``torchrun``. The first rank plans, the others get its plan.
+    A module in memory trains from the weights that it has; it is not changed. For a Hugging Face
+    model ``model`` and ``cluster`` are enough.
+
+    Args:
+        plan: Use this plan instead of searching one; the arguments that planning takes are ignored.
+        optimizer: A name, or a function from a list of parameters (this rank's shards) to an
+            optimizer; memory is then planned as for AdamW.
+
+    All other arguments are those of ``autopar.plan``.
+
+    Raises:
+        ClusterError: The ranks that run are not those of the cluster.
+        PlanFormatError: The plan is for another model.
+        InputError, CaptureError, InfeasibleError: As ``autopar.plan``.
+    """
+    source = open_model(model, example_inputs=example_batch, loss_fn=loss_fn)
+    if cluster.num_gpus != num_launched():
+        raise ClusterError(
+            f"the cluster has {cluster.num_gpus} GPUs, but {num_launched()} ranks run",
+            hint=f"torchrun --nproc-per-node {cluster.gpus_per_node} …, or describe the cluster "
+            "that runs",
+        )
+    factory = None if isinstance(optimizer, str) else optimizer
+    if plan is not None:
+        return _run_plan(plan, source, capture_source(source, plan), factory)
+    request = make_request(
+        source,
+        cluster,
+        global_batch_size=global_batch_size,
+        seq_len=seq_len,
+        precision=precision,
+        optimizer=optimizer if isinstance(optimizer, str) else "adamw",
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        betas=betas,
+        eps=eps,
+        max_grad_norm=max_grad_norm,
+        seed=seed,
+        pin=pin,
+    )
+    graph = capture_request(request)
+    text = share_text("plan", lambda: to_json(solve_request(request, graph)))
+    return _run_plan(from_json(text, where="the first rank's plan"), source, graph, factory)
+
+
+def compile_plan(plan: Plan, *, optimizer: OptimizerFactory | None = None) -> CompiledModel:
+    """The model that ``plan`` names, built again and initialized from the plan's seed.
+
+    Raises:
+        InputError: The plan's model was given in memory: pass both to ``compile``.
+        PlanFormatError: The model has changed since it was planned.
+        ClusterError: The ranks that run are not those of the plan.
+    """
+    if plan.model.source is None:
+        raise InputError(
+            f"the plan's model ({plan.model.name}) was given in memory and cannot be built again",
+            hint="pass the plan and the module to autopar.compile",
+        )
+    source = open_model(plan.model.source)
+    return _run_plan(plan, source, capture_source(source, plan), optimizer)
+
+
+def _run_plan(
+    plan: Plan, source: ModelSource, graph: ModelGraph, optimizer: OptimizerFactory | None
+) -> CompiledModel:
+    if graph.fingerprint != plan.model.fingerprint:
+        raise PlanFormatError(
+            f"the plan is for another model than {source.name}",
+            where=plan.model.name,
+            hint="plan again: the model, its shapes or its precision have changed",
+        )
+    engine = Engine(lower_plan(graph, plan), graph, plan, connect(plan), optimizer=optimizer)
+    engine.load_parameters(_weights(source, plan.training.seed))
+    return CompiledModel(plan, engine)
+
+
+def _weights(source: ModelSource, seed: int) -> dict[str, Tensor]:
+    module = source.build(device="cpu", seed=seed)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    without = sorted(name for name, parameter in parameters.items() if parameter.is_meta)
+    if without:
+        raise InputError(
+            f"parameter {without[0]} is on the meta device: there are no weights to train",
+            hint="initialize the module, or name a config that autopar can build",
+        )
+    return {name: parameter.detach() for name, parameter in parameters.items()}
