@@ -3,6 +3,7 @@
 from autopar.api.compiled import CompiledModel, compile, compile_plan
 from autopar.api.data import synthetic_batch, vocabulary_size
 from autopar.api.planning import check_writable, plan
+from autopar.capture import open_model
 from autopar.ir.plan import Plan, read_plan
 from autopar.solver.hardware import Cluster
 
@@ -13,6 +14,7 @@ __all__ = [
     "check_writable",
     "compile",
     "compile_plan",
+    "open_model",
     "plan",
     "read_plan",
     "synthetic_batch",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,13 @@ from typing import Literal
 import torch
 from torch import nn
 
-from autopar.capture import Inputs, LossFn, ModelSource, capture, open_model
+from autopar.capture import (
+    Inputs,
+    LossFn,
+    ModelSource,
+    capture,
+    open_model,
+)
 from autopar.ir.errors import InputError
 from autopar.ir.graph import ModelGraph
 from autopar.ir.plan import Plan, PrecisionName, TrainingPlan
@@ -20,7 +27,7 @@ from autopar.solver import Cluster, solve
 
 _log = logging.getLogger("autopar")
 
-COMPUTE_DTYPES: Mapping[PrecisionName, torch.dtype] = {
+_COMPUTE_DTYPES: Mapping[PrecisionName, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
     "float64": torch.float64,
@@ -88,17 +95,15 @@ def plan(
         cluster,
         global_batch_size=global_batch_size,
         seq_len=seq_len,
+        precision=precision,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        betas=betas,
+        eps=eps,
+        max_grad_norm=max_grad_norm,
+        seed=seed,
         pin=pin,
-        training=TrainingPlan(
-            precision=precision or cluster.default_precision,
-            optimizer=optimizer,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            betas=betas,
-            eps=eps,
-            max_grad_norm=max_grad_norm,
-            seed=seed,
-        ),
     )
     return solve_request(request, capture_request(request, progress), progress)
 
@@ -109,45 +114,68 @@ def make_request(
     *,
     global_batch_size: int | None,
     seq_len: int | None,
+    precision: PrecisionName | None,
+    optimizer: OptimizerName,
+    learning_rate: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float,
+    max_grad_norm: float | None,
+    seed: int,
     pin: Mapping[str, int | str] | None,
-    training: TrainingPlan,
 ) -> Request:
     """A request with its defaults filled in, and logged once."""
     if global_batch_size is None:
         global_batch_size = max(8, cluster.num_gpus)
         _log.info("global_batch_size not given: %d sequences per step", global_batch_size)
-    if global_batch_size < 1:
-        raise InputError(f"global_batch_size is {global_batch_size}; it must be at least 1")
-    if seq_len is not None and seq_len < 1:
-        raise InputError(f"seq_len is {seq_len}; it must be at least 1")
-    if training.learning_rate <= 0:
-        raise InputError(f"learning_rate is {training.learning_rate}; it must be positive")
+    for name, value in (("global_batch_size", global_batch_size), ("seq_len", seq_len)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} is {value}; it must be at least 1")
+    _check_positive("learning_rate", learning_rate)
+    if max_grad_norm is not None:
+        _check_positive("max_grad_norm", max_grad_norm)
     return Request(
         source=source,
         cluster=cluster,
         global_batch_size=global_batch_size,
         seq_len=seq_len,
-        training=training,
+        training=TrainingPlan(
+            precision=precision or cluster.default_precision,
+            optimizer=optimizer,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            betas=betas,
+            eps=eps,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+        ),
         pin=dict(pin or {}),
     )
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise InputError(f"{name} is {value}; it must be a positive number")
 
 
 def capture_request(request: Request, progress: Progress | None = None) -> ModelGraph:
     """The graph of the request's model, in its compute dtype."""
     if progress is not None:
         progress(f"capturing {request.source.name}")
-    return capture_source(request.source, request.seq_len, request.training.precision)
+    return _capture(request.source, request.seq_len, request.training.precision)
 
 
-def capture_source(
-    source: ModelSource, seq_len: int | None, precision: PrecisionName
-) -> ModelGraph:
-    """The graph of a model at a sequence length and precision."""
+def capture_source(source: ModelSource, plan: Plan) -> ModelGraph:
+    """The graph of a model as ``plan`` trains it."""
+    return _capture(source, plan.model.seq_len, plan.training.precision)
+
+
+def _capture(source: ModelSource, seq_len: int | None, precision: PrecisionName) -> ModelGraph:
     return capture(
         source.build(device="meta"),
         source.example_inputs(seq_len),
         loss_fn=source.loss_fn,
-        compute_dtype=COMPUTE_DTYPES[precision],
+        compute_dtype=_COMPUTE_DTYPES[precision],
         name=source.name,
     )
 
@@ -161,7 +189,7 @@ def solve_request(request: Request, graph: ModelGraph, progress: Progress | None
         training=request.training,
         pin=request.pin,
         source=request.source.spec,
-        moves=plan_moves,
+        describe_moves=plan_moves,
         progress=progress,
     )
 

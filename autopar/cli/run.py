@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = read_plan(arguments.plan)
     if plan.model.source is None:
         raise InputError(
-            f"the plan's model ({plan.model.name}) was given in memory and cannot be built again",
+            f"the plan's model {plan.model.name} was given in memory: it cannot be built again",
             where=str(arguments.plan),
             hint="plan from a config or package.module:function, or pass the plan to autopar.compile",
         )
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
             result = compiled.train_step(next(batches))
             if compiled.rank == 0:
                 line = {
-                    "step": result.step,
+                    "step": compiled.num_steps,
                     "loss": result.loss,
                     "grad_norm": result.grad_norm,
                     "seconds": round(result.seconds, 6),
