@@ -1,21 +1,23 @@
 """Lower bounds on a step's seconds, from what one stage has to do.
 
-For a stage s of p with M micro-batches, t, f and g its seconds per micro-batch (t = f + g, recompute in
-g) and w + 1 its forwards before the first backward (w = min(M, p − s) − 1 for 1F1B):
+For a stage s of p with M micro-batches, t, f and g its seconds per micro-batch (t = f + g, with
+recompute in g) and w + 1 its forwards before the first backward (w = min(M, p − s) − 1 for 1F1B):
 
 (A) Σ_{s' < s} t + M · t_s
     the first forward has to arrive, and the last backward has to leave
 (B) Σ_{s' ≠ s} t + M · t_s − w · f_s + messages down and up
     1F1B: the first backward waits for all stages behind, while only w + 1 forwards may run
+(F) Σ_{s' < s} t + ⌈M / (w + 1)⌉ · (Σ_{s' ≥ s} t + messages from s to the end and back)
+    1F1B: forward w + 2 waits for the first backward, and so on
 (C) gathers and reductions that nothing can hide: the first block's gather and the last block's
     reduction; in 1F1B all that exceeds the first forward, or the last backward
 (D) the communication stream: all gathers and reductions one after the other
-(E) what is hidden slows compute down: reductions of all but the last micro-batch, and gathers of all
-    but the first and the last, run while the stage computes or waits after its first backward; on
-    a single stage, which waits for no other, all of them do
+(E) what is hidden slows compute down: reductions of all but the last micro-batch, and gathers of
+    all but the first and the last, run while the stage computes or waits after its first backward;
+    on a single stage, which waits for no other, all of them do
 
-Every form is a sum over the blocks of the stage plus a constant, so that ``cuts`` finds the cuts that
-minimize the largest of them. With the exact times of a layout this guides the choice of cuts.
+Every form is a sum over the blocks of the stage plus a constant, so that ``cuts`` finds the cuts
+that minimize the largest of them. With the exact times of a layout this guides the choice of cuts.
 With times that no layout is below it bounds every layout and every cut: each form is increasing
 in t, t − f and t − g, so that these three are what is bounded below (``StageTimes``).
 """
@@ -63,28 +65,29 @@ class StageBounds:
         self.messages = self._messages()
 
     def __call__(self, stage: int) -> Floats:
-        """Matrix over runs: no step with this run as ``stage`` is faster; infinite where it does not fit."""
+        """Over runs: no step with the run as ``stage`` is faster; inf where it does not fit."""
         candidate = self.stager.candidate
         num = candidate.num_micro_batches
         bound = self.before + num * self.run  # (A)
         if candidate.schedule == "1f1b":
             ahead = min(num, candidate.pp - stage) - 1
             waiting = self.total + (num - 1) * self.run - ahead * run_sums(self.times.forward)
-            bound = np.maximum(bound, waiting + self.messages)  # (B)
+            bound = np.maximum(bound, waiting + self.messages[0])  # (B)
+            loop = self.total - self.before + self.messages[stage]
+            bound = np.maximum(bound, self.before + -(-num // (ahead + 1)) * loop)  # (F)
         elif stage == candidate.pp - 1:
-            bound = np.maximum(bound, self.total + (num - 1) * self.run + self.messages)
+            bound = np.maximum(bound, self.total + (num - 1) * self.run + self.messages[0])
         bound = np.maximum(bound + self.extra, self.stream)  # (C), (D)
         fits = self.stager.fits(stage) if self.fitting is None else self.fitting[stage]
         return np.where(fits > 0, bound, np.inf)
 
-    def _messages(self) -> float:
-        """Seconds of the messages of one micro-batch through all stages and back, at the least."""
+    def _messages(self) -> list[float]:
+        """For each stage, least seconds of the messages of a micro-batch to the end and back."""
         stager = self.stager
         borders = stager.costs.border_bytes[1:]
-        if stager.candidate.pp == 1 or not len(borders):
-            return 0.0
-        least = float(borders.min())
-        return 2 * sum(stager.message_s(least, s) for s in range(stager.candidate.pp - 1))
+        least = float(borders.min()) if len(borders) else 0.0
+        hops = [stager.message_s(least, s) for s in range(stager.candidate.pp - 1)]
+        return [2 * sum(hops[stage:]) for stage in range(stager.candidate.pp)]
 
     def _communication(self) -> tuple[Floats, Floats]:
         """(C) added to what a stage computes, and (D)."""

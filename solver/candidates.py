@@ -1,4 +1,4 @@
-"""The discrete choices around the layout: degrees, micro-batches, ZeRO stage, recompute, schedule."""
+"""The discrete choices around the layout: degrees, micro-batches, ZeRO, recompute, schedule."""
 
 from __future__ import annotations
 
@@ -120,12 +120,12 @@ def _check_batch(pin: Pins, global_batch_size: int) -> None:
 
 
 def _check_zero(pin: Pins) -> None:
-    if "zero_stage" in pin and "dp_shard" in pin:
-        if (pin["zero_stage"] == 0) != (pin["dp_shard"] == 1):
-            raise InputError(
-                f"zero_stage={pin['zero_stage']} and dp_shard={pin['dp_shard']} are pinned, but "
-                "ZeRO 0 means dp_shard=1 and nothing else does"
-            )
+    zero, shard = pin.get("zero_stage"), pin.get("dp_shard")
+    if zero is not None and shard is not None and (zero == 0) != (shard == 1):
+        raise InputError(
+            f"zero_stage={zero} and dp_shard={shard} are pinned, but ZeRO 0 means dp_shard=1 and "
+            "nothing else does"
+        )
 
 
 def candidates(
@@ -152,9 +152,7 @@ def candidates(
     return found
 
 
-def _meshes(
-    cluster: Cluster, num_blocks: int, pin: Pins
-) -> Iterator[tuple[int, int, int, int]]:
+def _meshes(cluster: Cluster, num_blocks: int, pin: Pins) -> Iterator[tuple[int, int, int, int]]:
     """(pp, tp, dp_replicate, dp_shard); ZeRO shards over all data ranks unless pinned otherwise."""
     degrees = _degrees(pin)
     gpus = cluster.num_gpus

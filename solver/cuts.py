@@ -10,7 +10,7 @@ import numpy as np
 from autopar.solver.facts import Floats
 
 StageCosts = Callable[[int], Floats]
-"""Cost matrix of a stage: ``[i, j]`` is that of the blocks ``i … j − 1``, infinite where impossible."""
+"""Cost matrix of a stage: ``[i, j]`` is that of the blocks ``i … j − 1``, inf where impossible."""
 
 
 def best_cuts(num_blocks: int, num_stages: int, cost: StageCosts) -> tuple[float, tuple[int, ...]]:

@@ -1,8 +1,8 @@
-"""The typing of the data axis: inputs enter sharded by sequence, weights are used whole, and the rest
-follows, by the same problem that places tensors on the tensor axis.
+"""The typing of the data axis: inputs enter sharded by sequence, weights are used whole, and the
+rest follows, by the same problem that places tensors on the tensor axis.
 
-It is the same for every number of data ranks: dims that grow with the batch are sharded, and nothing
-else is.
+It is the same for every number of data ranks: dims that grow with the batch are sharded, and
+nothing else is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a model costs block by block: at a tensor degree and micro-batch size, under a layout or at least."""
+"""What a model costs block by block, under a layout or at the least."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def layout_costs(
 def least_costs(
     model: ModelGraph, classes: Classes, problem: Problem, kinds: tuple[KindCost, ...]
 ) -> BlockCosts:
-    """What no layout is below: ``kinds`` are lower bounds, and every class has its smallest state."""
+    """What no layout is below: ``kinds`` are lower bounds, classes have their smallest state."""
     chosen = {
         number: (min(found.numel), min(found.step_s) / max(1, found.num_members))
         for number, found in enumerate(problem.classes)

@@ -14,7 +14,6 @@ from autopar.solver.cuts import best_cuts
 from autopar.solver.hardware import Cluster
 from autopar.solver.search import Search
 
-_GIB = 2**30
 _MOST_NODES = 4096
 
 
@@ -42,22 +41,27 @@ def infeasible_error(
     missing = closest.num_bytes - usable
     where = f"ranks of pipeline stage {closest.stage} of {closest.candidate}"
     what = (
-        f"no plan fits into {usable / _GIB:.2f} GiB: the fullest rank of the one that comes closest needs "
-        f"{closest.num_bytes / _GIB:.2f} GiB, {max(0, missing) / _GIB:.2f} GiB too much ("
-        + ", ".join(f"{cause} {num / _GIB:.2f} GiB" for cause, num in filled)
+        f"no plan fits into {_size(usable)}: the fullest rank of the one that comes closest needs "
+        f"{_size(closest.num_bytes)}, {_size(max(0, missing))} too much ("
+        + ", ".join(f"{cause} {_size(num)}" for cause, num in filled)
         + ")"
     )
     helps = _relaxations(search, global_batch_size=global_batch_size, pin=pin)
     return InfeasibleError(what, where=where, hint="; or ".join(helps) or "a smaller model")
 
 
+def _size(num_bytes: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if num_bytes >= unit / 10:
+            return f"{num_bytes / unit:.2f} {name}"
+    return f"{num_bytes / 2**10:.2f} KiB"
+
+
 def _closest(search: Search, tried: Sequence[Candidate]) -> _Closest:
     """Of the smallest micro-batches: larger ones need more."""
     smallest = min(candidate.micro_batch_size for candidate in tried)
     found = [
-        _fullest(search, candidate)
-        for candidate in tried
-        if candidate.micro_batch_size == smallest
+        _fullest(search, candidate) for candidate in tried if candidate.micro_batch_size == smallest
     ]
     return min(found, key=lambda closest: closest.num_bytes)
 

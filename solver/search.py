@@ -14,6 +14,7 @@ candidates. What is then proved is the lowest bound of all candidates, solved on
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +62,7 @@ class Solved:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SearchResult:
-    """The best solved candidate (None when nothing fits), the bound of all, and how far it was looked.
+    """The best solved candidate (None when nothing fits), and the bound of all.
 
     ``bounds`` are those of candidates that were tried, ``open_bounds`` of others, lowest first.
     ``unsettled`` were tried, and neither solved nor proved not to fit.
@@ -213,7 +214,7 @@ class Search:
         first: int,
         end: int,
     ) -> MemoryLimit:
-        """What is left for kept tensors once all else has its least; parameters are nearly fixed."""
+        """What is left for kept tensors once all else has its least."""
         contents = stager.contents(stage, first, end - 1)
         causes = stager.bytes_by_cause(contents)
         share = 1 + self.cluster.hardware.memory.fragmentation
@@ -266,7 +267,7 @@ def simulate_cuts(
                 stager.optimizer_s(float(stager.costs.numel[first:end].sum()))
                 + stager.costs.step_s[first:end].sum()
             )
-            for first, end in zip(cuts[:-1], cuts[1:], strict=True)
+            for first, end in itertools.pairwise(cuts)
         ],
         slowdown=stager.cluster.hardware.overlap.slowdown,
     )
@@ -283,9 +284,7 @@ def simulate_cuts(
     )
 
 
-def segment_times(
-    stager: Stager, segments: Sequence[tuple[int, int, int]]
-) -> SegmentTimes:
+def segment_times(stager: Stager, segments: Sequence[tuple[int, int, int]]) -> SegmentTimes:
     """Costs of the actions of each segment."""
     costs, num = stager.costs, len(segments)
 

@@ -1,4 +1,4 @@
-"""A setting is a tensor degree and a micro-batch size: what its problem, bounds and layouts cost."""
+"""A setting is a tensor degree and a micro-batch size, with its problem, bounds and layouts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SMALL_KIND = 0.05
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Setting:
-    """Everything of one (tensor degree, micro-batch size) that candidates share; solved when asked for."""
+    """What candidates of one tensor degree and micro-batch size share; solved when asked for."""
 
     facts: ModelFacts
     cluster: Cluster
@@ -47,9 +47,7 @@ class Setting:
     _model: Model | None = None
     _times: dict[RecomputeName, StageTimes] = field(default_factory=dict)
 
-    def solution(
-        self, recompute: RecomputeName, limits: Sequence[MemoryLimit] = ()
-    ) -> Solution:
+    def solution(self, recompute: RecomputeName, limits: Sequence[MemoryLimit] = ()) -> Solution:
         """The layout that computes all blocks once in the least time, within memory limits."""
         key = (recompute, tuple(limits))
         if key not in self._solutions:
@@ -100,7 +98,7 @@ class Setting:
         return StageTimes(both=forward + backward, forward=forward, backward=backward)
 
     def least_times(self, recompute: RecomputeName) -> StageTimes:
-        """Below every layout, and tight where a kind by itself can be as fast as in the whole model."""
+        """Below every layout; tight where a kind alone is no faster than in the whole model."""
         if recompute not in self._times:
             roofline = self.roofline_times(recompute)
             both = roofline.both.copy()
@@ -147,9 +145,7 @@ class Setting:
         return found
 
 
-def make_setting(
-    facts: ModelFacts, cluster: Cluster, *, tp: int, micro_batch_size: int
-) -> Setting:
+def make_setting(facts: ModelFacts, cluster: Cluster, *, tp: int, micro_batch_size: int) -> Setting:
     """The setting of a tensor degree and a micro-batch size."""
     coster = Coster(
         Kernels(cluster.hardware),
@@ -169,5 +165,3 @@ def make_setting(
         least_kinds=least_kinds,
         least=least_costs(facts.model, facts.classes, problem, least_kinds),
     )
-
-

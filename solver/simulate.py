@@ -1,4 +1,4 @@
-"""The event simulator: a schedule with costs. What the runtime runs with tensors, this runs with seconds.
+"""The event simulator: what the runtime runs with tensors, this runs with seconds.
 
 A rank has a compute stream and a communication stream. Computing actions wait for their message and
 for the gathers of their segment; gathers and reductions queue on the communication stream from

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Literal, Protocol
 
 from autopar.ir.errors import InputError
 from autopar.ir.graph import ModelGraph, Role
@@ -113,7 +113,9 @@ def solve(
             fingerprint=model.fingerprint,
         ),
         cluster=cluster.ref(),
-        mesh=MeshPlan(pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp),
+        mesh=MeshPlan(
+            pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp
+        ),
         batch=BatchPlan(
             global_batch_size=global_batch_size,
             micro_batch_size=candidate.micro_batch_size,
@@ -184,7 +186,7 @@ def _parameters(
 
 def _certificate(result: SearchResult, best: Solved, seconds: float) -> Certificate:
     gap = max(0.0, 1 - result.bound_s / best.step_s)
-    status = "optimal" if gap <= _EXACT else "feasible"
+    status: Literal["optimal", "feasible"] = "optimal" if gap <= _EXACT else "feasible"
     statement = (
         "optimal in this cost model"
         if status == "optimal"

@@ -82,7 +82,7 @@ class Stager:
         return group_of(self.cluster, size=self.candidate.dp_replicate, stride=stride)
 
     def optimizer_s(self, numel: Floats | float) -> Floats | float:
-        """Seconds of clipping and the optimizer on a stage with ``numel`` elements: memory-bound."""
+        """Seconds of clipping and the optimizer on ``numel`` elements: memory-bound."""
         candidate, hardware = self.candidate, self.cluster.hardware
         shard = candidate.dp_shard if candidate.zero_stage else 1
         master = self.sizes.master or self.sizes.compute

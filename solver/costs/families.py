@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
-import torch
 from torch import fx
+from torch._ops import OpOverload
 
 
 class Family(Enum):
@@ -20,19 +20,61 @@ class Family(Enum):
 
 
 _VIEWS = frozenset(
-    """alias as_strided broadcast_to chunk detach diagonal expand expand_as flatten getitem
-    movedim narrow permute reshape select slice split split_with_sizes squeeze swapaxes t
-    transpose unbind unflatten unsqueeze view view_as _unsafe_view lift_fresh numpy_T mT""".split()
+    {
+        "alias",
+        "as_strided",
+        "broadcast_to",
+        "chunk",
+        "detach",
+        "diagonal",
+        "expand",
+        "expand_as",
+        "flatten",
+        "getitem",
+        "movedim",
+        "narrow",
+        "permute",
+        "reshape",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "swapaxes",
+        "t",
+        "transpose",
+        "unbind",
+        "unflatten",
+        "unsqueeze",
+        "view",
+        "view_as",
+        "_unsafe_view",
+        "lift_fresh",
+        "numpy_T",
+        "mT",
+    }
 )
-_PRODUCTS = frozenset("linear matmul mm bmm addmm baddbmm".split())
-_PERMUTING = frozenset("transpose permute t expand movedim swapaxes slice broadcast_to mT".split())
-_FOLDING = frozenset("reshape flatten view _unsafe_view unflatten".split())
+_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm"})
+_PERMUTING = frozenset(
+    {
+        "transpose",
+        "permute",
+        "t",
+        "expand",
+        "movedim",
+        "swapaxes",
+        "slice",
+        "broadcast_to",
+        "mT",
+    }
+)
+_FOLDING = frozenset({"reshape", "flatten", "view", "_unsafe_view", "unflatten"})
 
 
 def op_name(node: fx.Node) -> str:
     """``mul`` for ``aten.mul.Tensor``, ``token_loss`` for the function of that name."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target.overloadpacket.__name__)
     return str(getattr(target, "__name__", target))
 
@@ -54,7 +96,7 @@ def family_of(node: fx.Node) -> Family:
 
 
 def copies(node: fx.Node) -> bool:
-    """True for a reshape whose operand is a permuted or expanded view, so that it has to be copied."""
+    """True for a reshape of a permuted or expanded view: it has to be copied."""
     return op_name(node) in _FOLDING and _is_permuted(node.args[0])
 
 

@@ -90,7 +90,9 @@ def rank_bytes(
         gathered = stage.segment_numel * min(2, stage.num_segments) * sizes.compute
     buffer = stage.segment_numel * sizes.compute
     if zero_stage >= 2 and dp_shard > 1:
-        buffer += stage.segment_numel * sizes.gradient * (min(2, stage.num_segments) if layered else 1)
+        buffer += (
+            stage.segment_numel * sizes.gradient * (min(2, stage.num_segments) if layered else 1)
+        )
     dynamic = (
         stage.activation_bytes
         + stage.recompute_bytes

@@ -25,16 +25,75 @@ class Saved:
 
 _NOTHING = Saved()
 _KEEPS_NOTHING = frozenset(
-    """add sub rsub neg to _to_copy cat stack clone contiguous mean sum pad constant_pad_nd repeat
-    cumsum type_as reshape flatten view _unsafe_view roll flip tril triu""".split()
+    {
+        "add",
+        "sub",
+        "rsub",
+        "neg",
+        "to",
+        "_to_copy",
+        "cat",
+        "stack",
+        "clone",
+        "contiguous",
+        "mean",
+        "sum",
+        "pad",
+        "constant_pad_nd",
+        "repeat",
+        "cumsum",
+        "type_as",
+        "reshape",
+        "flatten",
+        "view",
+        "_unsafe_view",
+        "roll",
+        "flip",
+        "tril",
+        "triu",
+    }
 )
 _KEEPS_RESULT = frozenset(
-    """rsqrt sqrt exp sigmoid tanh softmax _softmax log_softmax _log_softmax reciprocal relu
-    logsumexp expm1""".split()
+    {
+        "rsqrt",
+        "sqrt",
+        "exp",
+        "sigmoid",
+        "tanh",
+        "softmax",
+        "_softmax",
+        "log_softmax",
+        "_log_softmax",
+        "reciprocal",
+        "relu",
+        "logsumexp",
+        "expm1",
+    }
 )
 _KEEPS_OPERAND = frozenset(
-    """pow silu gelu cos sin log abs erf square clamp var std layer_norm native_layer_norm rms_norm
-    leaky_relu softplus mish hardswish elu group_norm""".split()
+    {
+        "pow",
+        "silu",
+        "gelu",
+        "cos",
+        "sin",
+        "log",
+        "abs",
+        "erf",
+        "square",
+        "clamp",
+        "var",
+        "std",
+        "layer_norm",
+        "native_layer_norm",
+        "rms_norm",
+        "leaky_relu",
+        "softplus",
+        "mish",
+        "hardswish",
+        "elu",
+        "group_norm",
+    }
 )
 
 

@@ -6,7 +6,6 @@ is the work on its local shapes.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,7 +63,10 @@ NO_WORK = Work()
 
 def numel(shape: Shape) -> Size:
     """Elements of a tensor."""
-    return functools.reduce(operator.mul, shape, 1)
+    total: Size = 1
+    for size in shape:
+        total = total * size
+    return total
 
 
 def forward_work(node: fx.Node, operands: Sequence[Shape], results: Sequence[Shape]) -> Work:
@@ -131,8 +133,30 @@ def backward_work(node: fx.Node, operands: Sequence[Shape], results: Sequence[Sh
 
 
 _LINEAR = frozenset(
-    """add sub rsub neg to _to_copy cat stack reshape flatten view _unsafe_view clone contiguous
-    mean sum expand pad constant_pad_nd repeat cumsum type_as""".split()
+    {
+        "add",
+        "sub",
+        "rsub",
+        "neg",
+        "to",
+        "_to_copy",
+        "cat",
+        "stack",
+        "reshape",
+        "flatten",
+        "view",
+        "_unsafe_view",
+        "clone",
+        "contiguous",
+        "mean",
+        "sum",
+        "expand",
+        "pad",
+        "constant_pad_nd",
+        "repeat",
+        "cumsum",
+        "type_as",
+    }
 )
 
 

@@ -79,7 +79,9 @@ class _Reader:
         if unknown or missing:
             what = f"unknown field {unknown[0]}" if unknown else f"missing field {missing[0]}"
             raise ClusterError(f"{what} in {path or 'the hardware file'}", where=self.where)
-        return kind(**{name: self.value(types[name], table[name], _join(path, name)) for name in names})
+        return kind(
+            **{name: self.value(types[name], table[name], _join(path, name)) for name in names}
+        )
 
     def value(self, kind: Any, found: object, path: str) -> Any:
         """One field: a table, a text, a plain int, or a number with its source."""
@@ -113,7 +115,10 @@ class _Reader:
             raise ClusterError(f"{path} must be positive, not {found}", where=self.where)
         if kind is int and found != int(found):
             raise ClusterError(f"{path} must be a whole number, not {found}", where=self.where)
-        share = path.startswith("efficiency.") or path in ("node_link.in_step", "network.efficiency")
+        share = path.startswith("efficiency.") or path in (
+            "node_link.in_step",
+            "network.efficiency",
+        )
         if share and found > 1:
             raise ClusterError(f"{path} is a share: at most 1, not {found}", where=self.where)
         return kind(found)

@@ -51,8 +51,9 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLink:
-    """Ring collectives inside a node of ``n`` ranks: ``latency_s + n · latency_per_rank_s + traffic / bandwidth``.
+    """Ring collectives inside a node, of ``n`` ranks.
 
+    They take ``latency_s + n · latency_per_rank_s + traffic / bandwidth``.
     Bandwidth is ``bytes_per_s · (1 − lost_per_rank / n) · in_step``, the last for what other
     kernels of a training step take away.
     """

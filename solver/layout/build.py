@@ -1,6 +1,7 @@
 """From the problem to a MathOpt model. The formulation, with the symbols of ``problem``:
 
-(0) minimize  Σ_o Σ_k (w_f f[o,k] + w_g g[o,k]) u[o,k] + Σ_v Σ_s Σ_t (w_f f[v,s,t] + w_g g[v,s,t]) z[v,s,t]
+(0) minimize  Σ_o Σ_k (w_f f[o,k] + w_g g[o,k]) u[o,k]
+              + Σ_v Σ_s Σ_t (w_f f[v,s,t] + w_g g[v,s,t]) z[v,s,t]
               + Σ_c Σ_s w_c[s] y[c,s] + Σ_q w_q h[q]
 (1) Σ_k u[o,k] = 1                           every op takes one option
 (2) x[v,s] = Σ_{k gives v in s} u[o,k]       a value is in the state that its op gives it
@@ -10,11 +11,12 @@
     Σ_s w[c,s,t] = y[class, t]               a block hands v on in the state of the class
 (5) Σ_t w[c,s,t] = x[v,s]                    … from the state in which the value is
 (6) z[v,s,t] ≥ w[c,s,t]                      a move is paid once, whoever shares it
-(7) h[q] ≥ Σ_{k keeps q} u[o,k]              for each op o; for a moved copy also h[q] ≥ that − z[v,t,t]
+(7) h[q] ≥ Σ_{k keeps q} u[o,k]              for each op o; less z[v,t,t] where only a moved copy
+                                             costs bytes
 (8) Σ_q copies · bytes[q] h[q] + Σ_c Σ_s bytes[c,s] y[c,s] ≤ limit     for each memory limit
 
-``w[c,s,t]`` says that consumer c takes v, which is in s, in t. Without it, one relaxed value could serve
-each consumer from another share of itself, and the relaxation is weaker by 2 to 9 %.
+``w[c,s,t]`` says that consumer c takes v, which is in s, in t. Without it, one relaxed value could
+serve each consumer from another share of itself, and the relaxation is weaker by 2 to 9 %.
 
 u and y are binary; all others are continuous and integral at an optimum. Seconds are written in µs
 and bytes in MB, so that coefficients are near 1.
@@ -127,9 +129,9 @@ class _Builder:
             for option, variable in zip(op.options, options, strict=True):
                 for value, state in zip(op.results, option.option.results, strict=True):
                     given[value][self.problem.values[value].states.index(state)].append(variable)
-        for value, by_state in zip(self.problem.values, given, strict=True):
-            if value.state_class is not None:
-                self.x.append(list(self.y[value.state_class]))
+        for produced, by_state in zip(self.problem.values, given, strict=True):
+            if produced.state_class is not None:
+                self.x.append(list(self.y[produced.state_class]))
             else:
                 self.x.append([_Sum(variables) for variables in by_state])
 

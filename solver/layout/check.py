@@ -25,20 +25,20 @@ def kind_costs(problem: Problem, solution: Solution) -> tuple[KindCost, ...]:
         for value, state in zip(op.results, option.option.results, strict=True):
             produced[value] = problem.values[value].states.index(state)
         kept.update(dict.fromkeys(option.held))
-    for number, value in enumerate(problem.values):
-        if value.state_class is not None:
-            produced[number] = solution.states[value.state_class]
+    for number, found in enumerate(problem.values):
+        if found.state_class is not None:
+            produced[number] = solution.states[found.state_class]
     for delivery in problem.deliveries:
         state = problem.classes[delivery.state_class].states[solution.states[delivery.state_class]]
         target = problem.values[delivery.value].demanded.index(state)
         demanded.add((delivery.value, target))
     for number, target in sorted(demanded):
-        value = problem.values[number]
-        cost = value.moves[produced[number], target]
-        forward[value.kind] += cost.forward_s
-        backward[value.kind] += cost.backward_s
-        forward_comm[value.kind] += cost.forward_s
-        backward_comm[value.kind] += cost.backward_s
+        found = problem.values[number]
+        cost = found.moves[produced[number], target]
+        forward[found.kind] += cost.forward_s
+        backward[found.kind] += cost.backward_s
+        forward_comm[found.kind] += cost.forward_s
+        backward_comm[found.kind] += cost.backward_s
     held = [0] * num
     for number in kept:
         entry = problem.held[number]

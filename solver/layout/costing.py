@@ -83,7 +83,11 @@ class Coster:
         A loss has the logits twice more, in fp32: as they are and as their gradient.
         """
         pairs = [
-            *zip((info(operand).tensor for operand in operands_of(node)), option.operands, strict=True),
+            *zip(
+                (info(operand).tensor for operand in operands_of(node)),
+                option.operands,
+                strict=True,
+            ),
             *zip(info(node).tensors, option.results, strict=True),
         ]
         total = sum(self.bytes(t, s) for t, s in pairs if t.requires_grad)

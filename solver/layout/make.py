@@ -122,9 +122,7 @@ class _Maker:
                 continue
             placeholder = placeholders.get(node)
             state_class = (
-                None
-                if placeholder is None
-                else self.facts.classes.of[kind.name, "in", placeholder]
+                None if placeholder is None else self.facts.classes.of[kind.name, "in", placeholder]
             )
             for result, tensor in enumerate(info(node).tensors):
                 self.number[kind.name, node.name, result] = len(self.drafts)
@@ -283,7 +281,7 @@ class _Maker:
         )
 
     def used_as_stored(self, draft: _Draft) -> bool:
-        """True for parameters with one use: their moves belong to the schedule, not to the graph."""
+        """True for parameters with one use: the schedule moves them, not the graph."""
         if draft.state_class is None or draft.state_class not in self.matrices:
             return False
         return self.uses[draft.state_class] == 1
@@ -331,7 +329,9 @@ class _Maker:
             operand = info(operands_of(node)[0]).tensor
             num = self.coster.numel(operand, option.operands[0]) * saved.own_bytes_per_element
             numbers[len(self.held)] = None
-            self.held.append(Held(kind=index, num_bytes=num, tensor=-len(self.held) - 1, moved=None))
+            self.held.append(
+                Held(kind=index, num_bytes=num, tensor=-len(self.held) - 1, moved=None)
+            )
         return tuple(number for number in numbers if number >= 0)
 
     def root(self, value: int, state: State) -> tuple[int, State]:

@@ -2,17 +2,17 @@
 
 One copy of each kind of block. Symbols, used in the same way in ``build`` and in the docs:
 
-======================  =============================================================================
+======================  ===========================================================================
 ``u[o, k]``             op *o* takes option *k*
 ``x[v, s]``             value *v* is produced in state *s*
 ``w[c, s, t]``          consumer *c* takes its value, which is in state *s*, in state *t*
 ``z[v, s, t]``          some consumer takes *v* so: the move ``s → t`` is made
 ``y[c, s]``             all values of class *c* have state *s*
 ``h[q]``                the tensor *q* is held for backward
-======================  =============================================================================
+======================  ===========================================================================
 
-A *class* is a set of placeholders and block results that must agree: a parameter in all its uses, or
-an activation wherever blocks hand it on. A *value* is a result of an op, or a placeholder.
+A *class* is a set of placeholders and block results that must agree: a parameter in all its uses,
+or an activation wherever blocks hand it on. A *value* is a result of an op, or a placeholder.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """A linear limit on bytes: Σ over kinds of copies · held bytes, plus bytes of parameters, ≤ ``num_bytes``.
+    """A limit: Σ over kinds of copies · held bytes, plus bytes of parameters, ≤ ``num_bytes``.
 
     Attributes:
         copies: For each kind, blocks × micro-batches whose held tensors live at once.
@@ -164,9 +164,10 @@ class MemoryLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """The objective: Σ over kinds of ``forward`` · seconds forward + ``backward`` · seconds backward, plus
-    ``step`` · seconds once a step, plus ``held`` · bytes held (for problems that minimize memory),
-    plus Σ over classes of ``parameters`` · elements.
+    """The objective: over kinds, ``forward`` · seconds forward + ``backward`` · seconds backward.
+
+    Plus ``step`` · seconds once a step, plus over kinds ``held`` · bytes held, plus over classes
+    ``parameters`` · elements.
     """
 
     forward: tuple[float, ...]

@@ -31,7 +31,7 @@ class AxisRule:
         return not state.is_sharded or self.shards_batch == grows(tensor.shape[state.dim])
 
     def pinned(self, role: Role, tensor: TensorInfo) -> tuple[State, ...] | None:
-        """The states of a placeholder where they are no choice: inputs, constants, data-parallel weights."""
+        """The states of placeholders without choice: inputs, constants, data-parallel weights."""
         if role is Role.ACTIVATION or (role is Role.PARAMETER and self.idle):
             return None
         if role is Role.PARAMETER:

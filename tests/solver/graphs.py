@@ -18,6 +18,7 @@ from autopar.ir.graph import (
     NodeInfo,
     Parameter,
     Role,
+    Size,
     TensorInfo,
     ValueId,
     activation,
@@ -36,8 +37,8 @@ SEQ, HIDDEN = 8, 16
 aten = torch.ops.aten
 
 
-def tensor_info(*shape: object, grad: bool = True) -> TensorInfo:
-    return TensorInfo(shape=shape, dtype=torch.float32, requires_grad=grad)  # type: ignore[arg-type]
+def tensor_info(*shape: Size, grad: bool = True) -> TensorInfo:
+    return TensorInfo(shape=shape, dtype=torch.float32, requires_grad=grad)
 
 
 def block_model(steps: Sequence[tuple[str, int]], num_blocks: int = 2) -> ModelGraph:
@@ -173,9 +174,7 @@ def brute_force(problem: Problem, weights: Weights) -> float:
     return best
 
 
-def _cheapest_kind(
-    problem: Problem, weights: Weights, kind: int, states: tuple[int, ...]
-) -> float:
+def _cheapest_kind(problem: Problem, weights: Weights, kind: int, states: tuple[int, ...]) -> float:
     ops = [op for op in problem.ops if op.kind == kind]
     best = math.inf
     for options in itertools.product(*(op.options for op in ops)):

@@ -49,5 +49,7 @@ def test_groups_that_leave_a_node_share_its_links():
 
 def test_bus_bandwidth_inside_a_node_is_near_what_nccl_reaches():
     link = CLUSTER.hardware.node_link
-    seconds = Links(CLUSTER).seconds(Collective.ALL_REDUCE, 2**30, group_of(CLUSTER, size=8, stride=1))
+    seconds = Links(CLUSTER).seconds(
+        Collective.ALL_REDUCE, 2**30, group_of(CLUSTER, size=8, stride=1)
+    )
     assert 2 * 7 / 8 * 2**30 / seconds == pytest.approx(230e9 * link.in_step, rel=0.05)

@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.ir.schedules import contiguous_stages, layered, make_schedule, modular_stages, one_f_one_b
+from autopar.ir.schedules import (
+    contiguous_stages,
+    layered,
+    make_schedule,
+    modular_stages,
+    one_f_one_b,
+)
 from autopar.solver.simulate import SegmentTimes, simulate
 
 

@@ -1,6 +1,7 @@
 """Work of ops: the expressions of the batch hold at every batch, and shards share the work."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,15 @@ from autopar.capture import capture
 from autopar.ir.graph import BlockKind, evaluate, info
 from autopar.ir.layout import operands_of
 from autopar.ir.shapes import call_at
+from autopar.solver.costs.families import Family, family_of
 from autopar.solver.costs.saved import saved_for_backward
-from autopar.solver.costs.work import backward_work, computing_nodes, forward_work, op_bytes, op_flops
+from autopar.solver.costs.work import (
+    backward_work,
+    computing_nodes,
+    forward_work,
+    op_bytes,
+    op_flops,
+)
 from tests.models import tiny_gpt2, tiny_llama, tiny_transformer
 
 
@@ -25,7 +33,7 @@ def captured(name: str):
 
 def shapes_when_run(kind: BlockKind, batch: int) -> dict[fx.Node, list[torch.Size]]:
     """Shapes of all results when the block really runs, on the meta device, at this batch."""
-    values: dict[fx.Node, object] = {}
+    values: dict[fx.Node, Any] = {}
     for node in kind.graph.nodes:
         if node.op == "placeholder":
             tensor = info(node).tensor
@@ -128,8 +136,6 @@ def test_kept_bytes_are_near_what_autograd_keeps(name):
 
 
 def table_bytes(kind: BlockKind, batch: int) -> int:
-    from autopar.solver.costs.families import Family, family_of
-
     def root(node: fx.Node) -> fx.Node:
         while node.op == "call_function" and (
             family_of(node) is Family.VIEW or "getitem" in str(node.target)
