@@ -1,9 +1,9 @@
 """The main job, end to end: plan a true-size model, then train a small one in parallel.
 
-1. Llama-3-8B is planned for 8 nodes × 8 A100-80GB, from its config alone, and the plan is explained.
+1. Llama-3-8B is planned for 8 nodes × 8 A100-80GB from its config alone, and the plan explained.
 2. A small Llama is planned for 4 ranks of this machine, twice: freely, and as pipeline × tensor.
-3. Each plan trains for a few steps under torchrun with gloo, and its losses are held against those of
-   the plain model in one process.
+3. Each plan trains for a few steps under torchrun with gloo, and its losses are held against
+   those of the plain model in one process.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ def _train(path: Path) -> bool:
 def _train_in_one_process(plan: api.Plan) -> list[float]:
     """Losses of the plain Hugging Face model under plain PyTorch, on the same data."""
     training = plan.training
-    assert plan.model.source is not None
-    model = api.open_model(plan.model.source).build(device="cpu", seed=training.seed)
+    model = api.plan_source(plan).build(device="cpu", seed=training.seed)
     model.train()
     optimizer = torch.optim.AdamW(
         model.parameters(),

@@ -2,8 +2,7 @@
 
 from autopar.api.compiled import CompiledModel, compile, compile_plan
 from autopar.api.data import synthetic_batch, vocabulary_size
-from autopar.api.planning import check_writable, plan
-from autopar.capture import open_model
+from autopar.api.planning import check_writable, plan, plan_source
 from autopar.ir.plan import Plan, read_plan
 from autopar.solver.hardware import Cluster
 
@@ -14,8 +13,8 @@ __all__ = [
     "check_writable",
     "compile",
     "compile_plan",
-    "open_model",
     "plan",
+    "plan_source",
     "read_plan",
     "synthetic_batch",
     "vocabulary_size",

@@ -14,6 +14,7 @@ from autopar.api.planning import (
     capture_request,
     capture_source,
     make_request,
+    plan_source,
     solve_request,
 )
 from autopar.capture import Inputs, LossFn, ModelSource, open_model
@@ -133,7 +134,12 @@ def compile(
             hint=f"torchrun --nproc-per-node {cluster.gpus_per_node} …, or describe the cluster "
             "that runs",
         )
-    factory = None if isinstance(optimizer, str) else optimizer
+    named: OptimizerName = "adamw"
+    factory: OptimizerFactory | None = None
+    if isinstance(optimizer, str):
+        named = optimizer
+    else:
+        factory = optimizer
     if plan is not None:
         return _run_plan(plan, source, capture_source(source, plan), factory)
     request = make_request(
@@ -142,7 +148,7 @@ def compile(
         global_batch_size=global_batch_size,
         seq_len=seq_len,
         precision=precision,
-        optimizer=optimizer if isinstance(optimizer, str) else "adamw",
+        optimizer=named,
         learning_rate=learning_rate,
         weight_decay=weight_decay,
         betas=betas,
@@ -164,12 +170,7 @@ def compile_plan(plan: Plan, *, optimizer: OptimizerFactory | None = None) -> Co
         PlanFormatError: The model has changed since it was planned.
         ClusterError: The ranks that run are not those of the plan.
     """
-    if plan.model.source is None:
-        raise InputError(
-            f"the plan's model ({plan.model.name}) was given in memory and cannot be built again",
-            hint="pass the plan and the module to autopar.compile",
-        )
-    source = open_model(plan.model.source)
+    source = plan_source(plan)
     return _run_plan(plan, source, capture_source(source, plan), optimizer)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autopar.capture import open_model
+from autopar.api.planning import plan_source
 from autopar.ir.plan import Plan
 
 
@@ -13,8 +13,7 @@ def synthetic_batch(plan: Plan, generator: torch.Generator) -> dict[str, Tensor]
     """One global batch of random inputs: token ids below the vocabulary, labels equal to the ids,
     normal floats.
     """
-    assert plan.model.source is not None, "the model of the plan cannot be built again"
-    inputs = open_model(plan.model.source).example_inputs(plan.model.seq_len)
+    inputs = plan_source(plan).example_inputs(plan.model.seq_len)
     vocabulary = vocabulary_size(plan) or 2
     batch: dict[str, Tensor] = {}
     for name, example in inputs.items():
@@ -30,7 +29,6 @@ def synthetic_batch(plan: Plan, generator: torch.Generator) -> dict[str, Tensor]
 
 def vocabulary_size(plan: Plan) -> int | None:
     """Number of token ids that the plan's model knows; None when its config does not say."""
-    assert plan.model.source is not None, "the model of the plan cannot be built again"
-    config = getattr(open_model(plan.model.source), "config", None)
+    config = getattr(plan_source(plan), "config", None)
     size = getattr(config, "vocab_size", None)
     return size if isinstance(size, int) else None

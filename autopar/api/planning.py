@@ -194,6 +194,21 @@ def solve_request(request: Request, graph: ModelGraph, progress: Progress | None
     )
 
 
+def plan_source(plan: Plan) -> ModelSource:
+    """The model that a plan names, to be built again.
+
+    Raises:
+        InputError: It was given in memory.
+    """
+    if plan.model.source is None:
+        raise InputError(
+            f"the plan's model {plan.model.name} was given in memory and cannot be built again",
+            hint="plan from a config or package.module:function, or pass plan and module to "
+            "autopar.compile",
+        )
+    return open_model(plan.model.source)
+
+
 def check_writable(path: Path) -> None:
     """Fail before the work, not after it, when ``path`` cannot be written."""
     if path.is_dir() or not path.absolute().parent.is_dir():

@@ -59,21 +59,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    _add_plan(commands)
-    _add_explain(commands)
-    _add_run(commands)
-    schema = commands.add_parser("schema", help="print the JSON Schema of a plan")
-    schema.set_defaults(command="schema")
+    _add_plan_arguments(
+        commands.add_parser(
+            "plan",
+            help="find the fastest plan for a model on a cluster",
+            description="Find the fastest plan for a model on a cluster. No weights are allocated "
+            "and no GPU is needed.",
+        )
+    )
+    _add_explain_arguments(commands.add_parser("explain", help="say a plan in words"))
+    _add_run_arguments(
+        commands.add_parser(
+            "run",
+            help="train the model of a plan",
+            description="Train the model that the plan names, one JSON line a step. Starts the "
+            "ranks of one node itself; start it under torchrun for several nodes.",
+        )
+    )
+    commands.add_parser("schema", help="print the JSON Schema of a plan")
     return parser
 
 
-def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "plan",
-        help="find the fastest plan for a model on a cluster",
-        description="Find the fastest plan for a model on a cluster. No weights are allocated and "
-        "no GPU is needed.",
-    )
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -119,21 +126,14 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         pins.add_argument(_flag(name), dest=name, choices=choices)
 
 
-def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("explain", help="say a plan in words")
+def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN.json")
     parser.add_argument(
         "--json", action="store_true", help="print certificate and prediction as JSON"
     )
 
 
-def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "run",
-        help="train the model of a plan",
-        description="Train the model that the plan names, one JSON line a step. Starts the ranks "
-        "of one node itself; start it under torchrun for several nodes.",
-    )
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN.json")
     parser.add_argument("--steps", type=int, default=10, metavar="N")
     parser.add_argument(

@@ -24,12 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.steps < 1:
         raise InputError(f"--steps is {arguments.steps}; it must be at least 1")
     plan = read_plan(arguments.plan)
-    if plan.model.source is None:
-        raise InputError(
-            f"the plan's model {plan.model.name} was given in memory: it cannot be built again",
-            where=str(arguments.plan),
-            hint="plan from a config or package.module:function, or pass the plan to autopar.compile",
-        )
+    api.plan_source(plan)  # fail before ranks are started
     batches = _batches(plan, arguments.data)
     if "RANK" not in os.environ:
         return _start_ranks(plan, arguments)

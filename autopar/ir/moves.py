@@ -1,4 +1,5 @@
-"""Moves: changes of a tensor's state on one axis. The backward of a move is the move between the duals, reversed.
+"""Moves: changes of a tensor's state on one axis. The backward of a move is the move between the
+duals, reversed.
 
 One function, ``transfer``, is both directions, so that forward and backward cannot disagree:
 
@@ -74,7 +75,7 @@ class _Move(torch.autograd.Function):
         return moved.view_as(moved) if moved is tensor else moved
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return transfer(gradient, ctx.axis, *backward_of(*ctx.states)), None, None, None
 
 
