@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.graph import ModelGraph, Role, TensorInfo, info
+from autopar.ir.graph import Block, ModelGraph, Role, TensorInfo, info
 from autopar.solver.layout.classes import Classes
 from autopar.solver.layout.problem import KindCost, Problem
 
@@ -27,6 +27,8 @@ class BlockCosts:
         input_bytes: The block's activations inputs: what recomputation starts from.
         border_bytes: What passes from block ``i - 1`` and before to block ``i`` and after.
         numel: Elements of parameters at their first use; ``shared_numel`` at every use.
+        recomputed: 1 for blocks that full recomputation repeats: all but the one that makes the
+            loss, whose backward follows its forward at once.
         step_s: Reductions over the tensor axis, once a step.
         parameters: Local elements of each parameter by name, for each block.
     """
@@ -41,6 +43,7 @@ class BlockCosts:
     border_bytes: Floats
     numel: Floats
     shared_numel: Floats
+    recomputed: Floats
     step_s: Floats
     parameters: tuple[Mapping[str, int], ...] = field(repr=False)
 
@@ -157,9 +160,15 @@ def _block_costs(
         border_bytes=borders,
         numel=numel,
         shared_numel=shared,
+        recomputed=np.array([float(repeats(model, block)) for block in model.blocks]),
         step_s=step_s,
         parameters=tuple(parameters),
     )
+
+
+def repeats(model: ModelGraph, block: Block) -> bool:
+    """Whether full recomputation computes ``block`` twice."""
+    return block.index != model.producer(model.loss)[0]
 
 
 def _bytes(tensor: TensorInfo, elements: int) -> int:

@@ -69,7 +69,7 @@ def _rank(solved: Solved, stage: int) -> RankPrediction:
     comm = total(costs.forward_comm_s) + total(costs.backward_comm_s)
     forward = total(costs.forward_s)
     compute = forward + total(costs.backward_s) - comm
-    again = forward if candidate.recompute == "full" else 0.0
+    again = total(costs.forward_s * costs.recomputed) if candidate.recompute == "full" else 0.0
     optimizer = float(stager.optimizer_s(total(costs.numel))) + total(costs.step_s)
     busy, exposed = solved.simulation.busy_s[stage], solved.simulation.exposed_s[stage]
     own = num * (compute + comm + again) + optimizer

@@ -220,13 +220,14 @@ class Search:
         share = 1 + self.cluster.hardware.memory.fragmentation
         least = setting.least.held_bytes[first:end]
         flying = stager.in_flight(stage)
-        once = candidate.recompute == "full"
-        counted = float(least.max()) if once else float(least.sum()) * flying
+        once = setting.least.recomputed[first:end] * float(candidate.recompute == "full")
+        counted = float((least * once).max() + (least * (1 - once)).sum() * flying)
         rest = sum(causes.values()) - counted * share
         copies = []
         for name in setting.problem.kinds:
-            blocks = [b for b in self.facts.model.blocks[first:end] if b.kind == name]
-            copies.append(float(bool(blocks)) if once else float(len(blocks) * flying))
+            blocks = [b for b in range(first, end) if self.facts.model.blocks[b].kind == name]
+            kept = sum(1 - once[block - first] for block in blocks) * flying
+            copies.append(float(kept + any(once[block - first] for block in blocks)))
         return MemoryLimit(
             name=f"stage {stage}",
             num_bytes=int((self.cluster.usable_bytes - rest) / share),
@@ -296,7 +297,9 @@ def segment_times(stager: Stager, segments: Sequence[tuple[int, int, int]]) -> S
         crosses = index + 1 < num and segments[index + 1][0] != stage
         num_bytes = float(costs.border_bytes[last + 1]) if crosses else 0.0
         sends.append(stager.message_s(num_bytes, stage) if crosses else 0.0)
-    kept = costs.input_bytes if stager.candidate.recompute == "full" else costs.held_bytes
+    kept = costs.held_bytes
+    if stager.candidate.recompute == "full":
+        kept = np.where(costs.recomputed > 0, costs.input_bytes, costs.held_bytes)
     return SegmentTimes(
         forward_s=sums(costs.forward_s),
         backward_s=sums(stager.backward_s()),

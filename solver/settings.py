@@ -7,12 +7,19 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from autopar.ir.graph import Block
 from autopar.ir.mesh import TENSOR_AXIS
 from autopar.ir.plan import RecomputeName
 from autopar.solver.bounds import StageTimes
 from autopar.solver.costs.comm import Links, group_of
 from autopar.solver.costs.kernels import Kernels
-from autopar.solver.facts import BlockCosts, layout_costs, least_costs, least_kind_costs
+from autopar.solver.facts import (
+    BlockCosts,
+    layout_costs,
+    least_costs,
+    least_kind_costs,
+    repeats,
+)
 from autopar.solver.hardware import Cluster
 from autopar.solver.layout.build import Model, build
 from autopar.solver.layout.check import kind_costs
@@ -74,27 +81,39 @@ class Setting:
         )
 
     def least_bytes(self) -> float:
-        """No plan needs less memory: one block, recomputed, its parameters sharded away."""
+        """No plan needs less memory: one block by itself, its parameters sharded away."""
         blocks = self.least.held_bytes + self.least.temporary_bytes
         memory = self.cluster.hardware.memory
         return float(blocks.max()) * (1 + memory.fragmentation) + memory.context_bytes
 
     def weights(self, recompute: RecomputeName, counts: Sequence[int]) -> Weights:
         """Seconds of ``counts`` blocks of each kind; a recomputed forward runs twice."""
-        again = 2.0 if recompute == "full" else 1.0
         return Weights(
-            forward=tuple(again * count for count in counts),
+            forward=tuple(
+                count * (1 + self._repeated(kind, recompute)) for kind, count in enumerate(counts)
+            ),
             backward=tuple(map(float, counts)),
             step=0.0,
             held=tuple(_TIE_BREAK_S_PER_BYTE * count for count in counts),
             parameters=(0.0,) * len(self.problem.classes),
         )
 
+    def _repeated(self, kind: int, recompute: RecomputeName) -> float:
+        """The share of a kind's blocks that are computed twice."""
+        if recompute == "none":
+            return 0.0
+        blocks = self._blocks_of(kind)
+        return sum(repeats(self.facts.model, block) for block in blocks) / len(blocks)
+
+    def _blocks_of(self, kind: int) -> list[Block]:
+        name = self.problem.kinds[kind]
+        return [block for block in self.facts.model.blocks if block.kind == name]
+
     def roofline_times(self, recompute: RecomputeName) -> StageTimes:
         """Every op at its fastest, without any move: cheap, and below every layout."""
         forward, backward = self.least.forward_s, self.least.backward_s
         if recompute == "full":
-            backward = backward + forward
+            backward = backward + forward * self.least.recomputed
         return StageTimes(both=forward + backward, forward=forward, backward=backward)
 
     def least_times(self, recompute: RecomputeName) -> StageTimes:
@@ -103,10 +122,8 @@ class Setting:
             roofline = self.roofline_times(recompute)
             both = roofline.both.copy()
             for kind, least in enumerate(self._least_of_kinds(recompute, both)):
-                name = self.problem.kinds[kind]
-                for block in self.facts.model.blocks:
-                    if block.kind == name:
-                        both[block.index] = max(both[block.index], least)
+                for block in self._blocks_of(kind):
+                    both[block.index] = max(both[block.index], least)
             self._times[recompute] = StageTimes(
                 both=both, forward=both - roofline.backward, backward=both - roofline.forward
             )
@@ -133,9 +150,11 @@ class Setting:
         """Seconds of a block of each kind, whatever the others do."""
         found: list[float] = []
         total = float(roofline.sum())
-        for kind, name in enumerate(self.problem.kinds):
-            blocks = [block.index for block in self.facts.model.blocks if block.kind == name]
-            if self.tp == 1 or float(roofline[blocks].sum()) < _SMALL_KIND * total:
+        for kind in range(len(self.problem.kinds)):
+            blocks = [block.index for block in self._blocks_of(kind)]
+            mixed = self._repeated(kind, recompute) not in (0.0, 1.0)
+            small = float(roofline[blocks].sum()) < _SMALL_KIND * total
+            if self.tp == 1 or small or mixed:
                 found.append(0.0)
                 continue
             counts = [int(other == kind) for other in range(len(self.problem.kinds))]

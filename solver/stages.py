@@ -40,7 +40,7 @@ class Stager:
     def backward_s(self) -> Floats:
         """Backward of each block, with the forward again where it is recomputed."""
         if self.candidate.recompute == "full":
-            return self.costs.backward_s + self.costs.forward_s
+            return self.costs.backward_s + self.costs.forward_s * self.costs.recomputed
         return self.costs.backward_s
 
     def gather_s(self) -> Floats:
@@ -112,13 +112,10 @@ class Stager:
         if candidate.schedule == "layered" and last == costs.num_blocks - 1:
             flying[0 if not candidate.per_block else -1 :] = 1.0
         inputs = costs.input_bytes[run]
-        if candidate.recompute == "full":
-            kept, recomputed = inputs, float(costs.held_bytes[run].max())
-        else:
-            kept = costs.held_bytes[run] + (
-                inputs if candidate.per_block else np.where(np.arange(len(inputs)) == 0, inputs, 0)
-            )
-            recomputed = 0.0
+        again = self._again()[run]
+        kept = costs.held_bytes[run] * (1 - again) + (
+            inputs if candidate.per_block else np.where(np.arange(len(inputs)) == 0, inputs, 0)
+        )
         merged: dict[str, int] = {}
         for block in range(first, last + 1):
             merged.update(costs.parameters[block])
@@ -131,7 +128,7 @@ class Stager:
             segment_numel=float(costs.shared_numel[run].max()) if segments > 1 else numel,
             num_segments=segments,
             activation_bytes=float((kept * flying).sum()),
-            recompute_bytes=recomputed,
+            recompute_bytes=float((costs.held_bytes[run] * again).max()),
             temporary_bytes=float(costs.temporary_bytes[run].max()),
             message_bytes=2.0 * float(messages),
         )
@@ -146,6 +143,12 @@ class Stager:
             layered=self.candidate.schedule == "layered",
             hardware=self.cluster.hardware,
         )
+
+    def _again(self) -> Floats:
+        """1 for blocks that are recomputed."""
+        if self.candidate.recompute == "full":
+            return self.costs.recomputed
+        return np.zeros(self.costs.num_blocks)
 
     def peak_bytes(self, cuts: Sequence[int]) -> tuple[int, ...]:
         """Peak bytes of each stage; stage s has the blocks ``cuts[s] … cuts[s + 1] − 1``."""
@@ -174,12 +177,10 @@ class Stager:
             flying[-1] = 1.0
         one = run_sums(costs.input_bytes * flying)
         first_input = (costs.input_bytes * flying)[:, None]
-        if candidate.recompute == "full":
-            kept, recomputed = one, run_maxima(costs.held_bytes)
-        else:
-            kept = run_sums(costs.held_bytes * flying)
-            kept = kept + (one if candidate.per_block else first_input)
-            recomputed = np.zeros_like(kept)
+        again = self._again()
+        kept = run_sums(costs.held_bytes * (1 - again) * flying)
+        kept = kept + (one if candidate.per_block else first_input)
+        recomputed = run_maxima(costs.held_bytes * again)
         if candidate.schedule == "layered" and not candidate.per_block:
             kept[:, num] /= flying[-1]  # the last segment has one micro-batch at a time
         numel = run_sums(numel_of_blocks)
