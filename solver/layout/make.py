@@ -78,6 +78,7 @@ class _Maker:
         self.options: dict[tuple[str, str], tuple[Option, ...]] = {}
         self.matrices = self.matrix_classes()
         self.uses = self.class_uses()
+        self.views_of_matrices: set[tuple[int, str]] = set()
 
     def problem(self) -> Problem:
         for index, kind in enumerate(self.model.kinds.values()):
@@ -129,6 +130,7 @@ class _Maker:
                 self.drafts.append(_Draft(index, node.name, result, tensor, state_class))
             if node.op == "call_function":
                 self.read_op(kind, node, options[node.name])
+                self.read_view(index, kind, node)
 
     def read_op(self, kind: BlockKind, node: fx.Node, options: tuple[Option, ...]) -> None:
         operands = [info(operand).tensor for operand in operands_of(node)]
@@ -148,6 +150,14 @@ class _Maker:
                 self.drafts[self.value_of(kind, operand)].demanded[state] = None
             for result, state in enumerate(option.results):
                 self.drafts[self.number[kind.name, node.name, result]].states[state] = None
+
+    def read_view(self, index: int, kind: BlockKind, node: fx.Node) -> None:
+        """Note a view of a matrix that nothing but this view reads."""
+        operands = operands_of(node)
+        if len(operands) != 1 or len(node.users) != 1 or family_of(node) is not Family.VIEW:
+            return
+        if self.used_as_stored(self.drafts[self.value_of(kind, operands[0])]):
+            self.views_of_matrices.add((index, node.name))
 
     def value_of(self, kind: BlockKind, node: fx.Node) -> int:
         """The value that ``node`` is; ``getitem`` is the element that it reads."""
@@ -281,10 +291,10 @@ class _Maker:
         )
 
     def used_as_stored(self, draft: _Draft) -> bool:
-        """True for parameters with one use: the schedule moves them, not the graph."""
-        if draft.state_class is None or draft.state_class not in self.matrices:
-            return False
-        return self.uses[draft.state_class] == 1
+        """True for matrices with one use, and views of them: the schedule moves them."""
+        if draft.state_class is None:
+            return (draft.kind, draft.node) in self.views_of_matrices
+        return draft.state_class in self.matrices and self.uses[draft.state_class] == 1
 
     def op(self, index: int, kind: BlockKind, node: fx.Node) -> Op:
         operands = tuple(self.value_of(kind, operand) for operand in operands_of(node))

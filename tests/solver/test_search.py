@@ -19,7 +19,13 @@ from autopar.solver.candidates import Pins, candidates
 from autopar.solver.costs.memory import itemsizes
 from autopar.solver.layout.make import model_facts
 from autopar.solver.search import Search
-from tests.models import next_token_loss, tiny_llama, token_batch
+from tests.models import (
+    next_token_loss,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_transformer,
+    token_batch,
+)
 from tests.solver.graphs import block_model
 
 HARDWARE = (resources.files("autopar.solver.hardware") / "cpu-local.toml").read_text()
@@ -256,6 +262,21 @@ def test_renaming_everything_gives_the_same_plan(pin):
     placed = [[p.placement for p in found.parameters.values()] for found in plans]
     assert sorted(placed[0]) == sorted(placed[1])
     assert one.prediction == other.prediction
+
+
+@pytest.mark.parametrize("pin", [{"tp": 2}, {"tp": 4}, {"pp": 2, "tp": 2}, {"pp": 2}, {"tp": 1}])
+@pytest.mark.parametrize("name", ["gpt2", "transformer"])
+def test_plans_of_whole_models_type_check(name, pin):
+    """``solve`` holds its layout to the type checker; dropout, tied and fused weights included."""
+    if name == "gpt2":
+        module, inputs = tiny_gpt2(dropout=0.1)
+        model = capture(module, inputs)
+    else:
+        module, inputs, loss_fn = tiny_transformer()
+        model = capture(module, inputs, loss_fn=loss_fn)
+    found = solve(model, Cluster("cpu-local"), global_batch_size=8, training=TRAINING, pin=pin)
+    tensor = {state.split("(")[0] for p in found.parameters.values() for state in p.placement[1:]}
+    assert ("S" in tensor) == (found.mesh.tp > 1)
 
 
 def test_tensor_parallel_llama_is_sharded_as_by_hand():
