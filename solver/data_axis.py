@@ -14,7 +14,8 @@ from autopar.solver.costs.kernels import Kernels
 from autopar.solver.hardware import Cluster
 from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.decode import AxisTyping, axis_typing
-from autopar.solver.layout.make import ModelFacts, make_problem
+from autopar.solver.layout.make import make_problem
+from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.problem import Weights
 from autopar.solver.layout.solve import solve_problem
 from autopar.solver.layout.state import AxisRule

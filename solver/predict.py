@@ -8,7 +8,7 @@ from autopar.ir.graph import ModelGraph, evaluate
 from autopar.ir.plan import Prediction, RankPrediction, TrainingPlan
 from autopar.solver.costs.work import computing_nodes, forward_work, global_shapes, op_flops
 from autopar.solver.hardware import Cluster
-from autopar.solver.search import Solved
+from autopar.solver.solved import Solved
 
 
 def predict(

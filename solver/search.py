@@ -14,50 +14,26 @@ candidates. What is then proved is the lowest bound of all candidates, solved on
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from autopar.ir.schedule import Schedule
-from autopar.ir.schedules import make_schedule
 from autopar.solver.bounds import StageBounds, exact_times
 from autopar.solver.candidates import Candidate
 from autopar.solver.costs.memory import Itemsizes
 from autopar.solver.cuts import best_cuts
 from autopar.solver.facts import BlockCosts
 from autopar.solver.hardware import Cluster
-from autopar.solver.layout.make import ModelFacts
+from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.problem import MemoryLimit, Solution
 from autopar.solver.settings import Setting, make_setting
-from autopar.solver.simulate import SegmentTimes, Simulation, simulate
+from autopar.solver.solved import Solved, simulate_cuts
 from autopar.solver.stages import Stager
 
 Progress = Callable[[str], None]
 
 MAX_SOLVED = 48
 """Work limit of the search, in solved candidates."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Solved:
-    """A candidate with its layout, cuts and simulated step."""
-
-    candidate: Candidate
-    solution: Solution
-    setting: Setting
-    stager: Stager
-    cuts: tuple[int, ...]
-    segments: tuple[tuple[int, int, int], ...]  # stage, first block, last block
-    schedule: Schedule
-    times: SegmentTimes
-    simulation: Simulation
-
-    @property
-    def step_s(self) -> float:
-        return self.simulation.step_s
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -234,77 +210,3 @@ class Search:
             copies=tuple(copies),
             parameter_bytes=(0.0,) * len(setting.problem.classes),
         )
-
-
-def simulate_cuts(
-    candidate: Candidate,
-    setting: Setting,
-    solution: Solution,
-    stager: Stager,
-    cuts: tuple[int, ...],
-) -> Solved:
-    """Segments, schedule and simulated step of a candidate whose layout and cuts are known."""
-    segments = tuple(
-        segment
-        for stage in range(candidate.pp)
-        for segment in (
-            [(stage, block, block) for block in range(cuts[stage], cuts[stage + 1])]
-            if candidate.per_block
-            else [(stage, cuts[stage], cuts[stage + 1] - 1)]
-        )
-    )
-    schedule = make_schedule(
-        candidate.schedule,
-        [stage for stage, _, _ in segments],
-        candidate.num_micro_batches,
-        zero_stage=candidate.zero_stage,
-    )
-    times = segment_times(stager, segments)
-    simulation = simulate(
-        schedule,
-        times,
-        optimizer_s=[
-            float(
-                stager.optimizer_s(float(stager.costs.numel[first:end].sum()))
-                + stager.costs.step_s[first:end].sum()
-            )
-            for first, end in itertools.pairwise(cuts)
-        ],
-        slowdown=stager.cluster.hardware.overlap.slowdown,
-    )
-    return Solved(
-        candidate=candidate,
-        solution=solution,
-        setting=setting,
-        stager=stager,
-        cuts=cuts,
-        segments=segments,
-        schedule=schedule,
-        times=times,
-        simulation=simulation,
-    )
-
-
-def segment_times(stager: Stager, segments: Sequence[tuple[int, int, int]]) -> SegmentTimes:
-    """Costs of the actions of each segment."""
-    costs, num = stager.costs, len(segments)
-
-    def sums(values: np.ndarray) -> tuple[float, ...]:
-        return tuple(float(values[first : last + 1].sum()) for _, first, last in segments)
-
-    sends = []
-    for index, (stage, _, last) in enumerate(segments):
-        crosses = index + 1 < num and segments[index + 1][0] != stage
-        num_bytes = float(costs.border_bytes[last + 1]) if crosses else 0.0
-        sends.append(stager.message_s(num_bytes, stage) if crosses else 0.0)
-    kept = costs.held_bytes
-    if stager.candidate.recompute == "full":
-        kept = np.where(costs.recomputed > 0, costs.input_bytes, costs.held_bytes)
-    return SegmentTimes(
-        forward_s=sums(costs.forward_s),
-        backward_s=sums(stager.backward_s()),
-        gather_s=sums(stager.gather_s()),
-        reduce_s=sums(stager.reduce_s()),
-        send_s=tuple(sends),
-        held_bytes=tuple(int(held) for held in sums(kept)),
-    )

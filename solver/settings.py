@@ -24,7 +24,8 @@ from autopar.solver.hardware import Cluster
 from autopar.solver.layout.build import Model, build
 from autopar.solver.layout.check import kind_costs
 from autopar.solver.layout.costing import Coster
-from autopar.solver.layout.make import ModelFacts, make_problem
+from autopar.solver.layout.make import make_problem
+from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.problem import KindCost, MemoryLimit, Problem, Solution, Weights
 from autopar.solver.layout.solve import solve_model
 from autopar.solver.layout.state import AxisRule

@@ -33,9 +33,10 @@ from autopar.solver.hardware import Cluster
 from autopar.solver.infeasible import infeasible_error
 from autopar.solver.layout.classes import Classes
 from autopar.solver.layout.decode import axis_typing, join_axes
-from autopar.solver.layout.make import ModelFacts, model_facts
+from autopar.solver.layout.model_facts import ModelFacts, model_facts
 from autopar.solver.predict import predict
-from autopar.solver.search import Progress, Search, SearchResult, Solved
+from autopar.solver.search import Progress, Search, SearchResult
+from autopar.solver.solved import Solved
 
 _NUM_ALTERNATIVES = 5
 _EXACT = 1e-6

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from torch import fx
 
-from autopar.ir.graph import BlockKind, ModelGraph, Role, TensorInfo, info
+from autopar.ir.graph import BlockKind, Role, TensorInfo, info
 from autopar.ir.layout import operands_of
 from autopar.ir.placement import INVARIANT, REPLICATED, State, shard_sizes
 from autopar.ir.rules.core import Option, normal_state
-from autopar.ir.typecheck import KindRules, kind_options, kind_rules
+from autopar.ir.typecheck import kind_options
 from autopar.solver.costs.families import Family, family_of
-from autopar.solver.costs.saved import saved_for_backward
-from autopar.solver.layout.classes import Classes, state_classes
 from autopar.solver.layout.costing import Coster
+from autopar.solver.layout.draft import Draft
+from autopar.solver.layout.kept import KeptTensors
+from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.problem import (
     ClassRole,
     Delivery,
-    Held,
     MoveCost,
     Op,
     OpOption,
@@ -31,53 +30,18 @@ from autopar.solver.layout.problem import (
 from autopar.solver.layout.state import AxisRule
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """What of a model depends on no axis and no batch: computed once."""
-
-    model: ModelGraph
-    rules: Mapping[str, KindRules]
-    classes: Classes
-
-
-def model_facts(model: ModelGraph) -> ModelFacts:
-    """The rules and classes of ``model``."""
-    return ModelFacts(
-        model=model,
-        rules={name: kind_rules(kind) for name, kind in model.kinds.items()},
-        classes=state_classes(model),
-    )
-
-
 def make_problem(facts: ModelFacts, axis: AxisRule, coster: Coster) -> Problem:
     """The problem of ``axis``, for ranks that cost what ``coster`` says."""
     return _Maker(facts, axis, coster).problem()
 
 
-@dataclass
-class _Draft:
-    """A value in the making."""
-
-    kind: int
-    node: str
-    result: int
-    tensor: TensorInfo
-    state_class: int | None
-    states: dict[State, None] = field(default_factory=dict)
-    demanded: dict[State, None] = field(default_factory=dict)
-
-
 class _Maker:
     def __init__(self, facts: ModelFacts, axis: AxisRule, coster: Coster) -> None:
         self.model, self.facts, self.axis, self.coster = facts.model, facts, axis, coster
-        self.drafts: list[_Draft] = []
+        self.drafts: list[Draft] = []
         self.number: dict[tuple[str, str, int], int] = {}
-        self.held: list[Held] = []
-        self.held_number: dict[tuple[int, State], int] = {}
-        self.roots: dict[int, dict[State, tuple[int, State]]] = {}
+        self.kept = KeptTensors(coster, self.drafts)
         self.options: dict[tuple[str, str], tuple[Option, ...]] = {}
-        self.matrices = self.matrix_classes()
-        self.uses = self.class_uses()
         self.views_of_matrices: set[tuple[int, str]] = set()
 
     def problem(self) -> Problem:
@@ -99,7 +63,7 @@ class _Maker:
             values=tuple(map(self.value, self.drafts)),
             ops=tuple(ops),
             classes=classes,
-            held=tuple(self.held),
+            held=tuple(self.kept.tensors),
             deliveries=tuple(self.deliveries()),
             class_of_placeholder={
                 (name, node.name): self.facts.classes.of[name, "in", index]
@@ -121,13 +85,22 @@ class _Maker:
         for node in kind.graph.nodes:
             if node.op in ("output", "get_attr") or node.target is operator.getitem:
                 continue
-            placeholder = placeholders.get(node)
-            state_class = (
-                None if placeholder is None else self.facts.classes.of[kind.name, "in", placeholder]
-            )
+            role, state_class = None, None
+            if node in placeholders:
+                role = kind.roles[placeholders[node]]
+                state_class = self.facts.classes.of[kind.name, "in", placeholders[node]]
             for result, tensor in enumerate(info(node).tensors):
                 self.number[kind.name, node.name, result] = len(self.drafts)
-                self.drafts.append(_Draft(index, node.name, result, tensor, state_class))
+                self.drafts.append(
+                    Draft(
+                        kind=index,
+                        node=node.name,
+                        result=result,
+                        tensor=tensor,
+                        role=role,
+                        state_class=state_class,
+                    )
+                )
             if node.op == "call_function":
                 self.read_op(kind, node, options[node.name])
                 self.read_view(index, kind, node)
@@ -208,28 +181,6 @@ class _Maker:
             draft.demanded.update(dict.fromkeys(made[delivery.state_class].states))
         return tuple(made)
 
-    def matrix_classes(self) -> frozenset[int]:
-        """Classes of the parameters that a tensor axis shards: those with two dims or more.
-
-        Matrices that all ranks of the axis hold whole, each rank with its own tokens, are a plan
-        for a context axis.
-        """
-        return frozenset(
-            self.facts.classes.of[name, "in", index]
-            for name, kind in self.model.kinds.items()
-            for index, (node, role) in enumerate(zip(kind.placeholders, kind.roles, strict=True))
-            if role is Role.PARAMETER and len(info(node).tensor.shape) > 1
-        )
-
-    def class_uses(self) -> dict[int, int]:
-        """How many nodes read the placeholders of each class."""
-        found: dict[int, int] = {}
-        for name, kind in self.model.kinds.items():
-            for index, node in enumerate(kind.placeholders):
-                number = self.facts.classes.of[name, "in", index]
-                found[number] = found.get(number, 0) + len(node.users)
-        return found
-
     def class_states(
         self, number: int, role: Role, tensor: TensorInfo, seen: Mapping[State, None]
     ) -> tuple[State, ...]:
@@ -246,7 +197,7 @@ class _Maker:
         ]
         if role is Role.PARAMETER:
             found = [state for state in found if str(state) != "P"]
-            if number in self.matrices:
+            if number in self.facts.matrices:
                 found = [state for state in found if state.is_sharded] or found
         return tuple(found)
 
@@ -272,7 +223,7 @@ class _Maker:
             num_members=members,
         )
 
-    def value(self, draft: _Draft) -> Value:
+    def value(self, draft: Draft) -> Value:
         states, demanded = tuple(draft.states), tuple(draft.demanded)
         moves: dict[tuple[int, int], MoveCost] = {
             (i, j): self.coster.move(draft.tensor, source, target)
@@ -290,11 +241,11 @@ class _Maker:
             state_class=draft.state_class,
         )
 
-    def used_as_stored(self, draft: _Draft) -> bool:
+    def used_as_stored(self, draft: Draft) -> bool:
         """True for matrices with one use, and views of them: the schedule moves them."""
         if draft.state_class is None:
             return (draft.kind, draft.node) in self.views_of_matrices
-        return draft.state_class in self.matrices and self.uses[draft.state_class] == 1
+        return draft.state_class in self.facts.matrices and self.facts.uses[draft.state_class] == 1
 
     def op(self, index: int, kind: BlockKind, node: fx.Node) -> Op:
         operands = tuple(self.value_of(kind, operand) for operand in operands_of(node))
@@ -306,8 +257,7 @@ class _Maker:
             seconds = self.coster.op(node, option)
             if family_of(node) is Family.VIEW and len(operands) == 1:
                 for result, state in zip(results, option.results, strict=True):
-                    looked_at = (operands[0], option.operands[0])
-                    self.roots.setdefault(result, {}).setdefault(state, looked_at)
+                    self.kept.note_view(result, state, operands[0], option.operands[0])
             options.append(
                 OpOption(
                     option=option,
@@ -315,58 +265,9 @@ class _Maker:
                     backward_s=seconds.backward_s,
                     comm_s=seconds.comm_s,
                     transient_bytes=self.coster.transient_bytes(node, option),
-                    held=self.held_by(index, node, option, operands, results),
+                    held=self.kept.by(node, option, operands, results),
                 )
             )
         return Op(
             kind=index, node=node.name, operands=operands, results=results, options=tuple(options)
         )
-
-    def held_by(
-        self,
-        index: int,
-        node: fx.Node,
-        option: Option,
-        operands: tuple[int, ...],
-        results: tuple[int, ...],
-    ) -> tuple[int, ...]:
-        """Numbers of the tensors that autograd keeps; a view is what it looks at."""
-        saved = saved_for_backward(node)
-        pairs = [(operands[i], option.operands[i]) for i in saved.operands]
-        pairs += [(results[i], option.results[i]) for i in saved.results]
-        numbers = dict.fromkeys(self.held_tensor(index, *self.root(*pair)) for pair in pairs)
-        if saved.own_bytes_per_element:
-            operand = info(operands_of(node)[0]).tensor
-            num = self.coster.numel(operand, option.operands[0]) * saved.own_bytes_per_element
-            numbers[len(self.held)] = None
-            self.held.append(
-                Held(kind=index, num_bytes=num, tensor=-len(self.held) - 1, moved=None)
-            )
-        return tuple(number for number in numbers if number >= 0)
-
-    def root(self, value: int, state: State) -> tuple[int, State]:
-        while state in self.roots.get(value, {}):
-            value, state = self.roots[value][state]
-        return value, state
-
-    def held_tensor(self, index: int, value: int, state: State) -> int:
-        """Its number; -1 for inputs and constants, which are there anyway."""
-        key = (value, state)
-        if key not in self.held_number:
-            draft = self.drafts[value]
-            moved: tuple[int, int] | None = None
-            if draft.state_class is not None:
-                role = self.role_of(draft)
-                if role in (Role.INPUT, Role.CONSTANT):
-                    return -1
-                if role is Role.PARAMETER:
-                    moved = (value, tuple(draft.demanded).index(state))
-            self.held_number[key] = len(self.held)
-            num_bytes = self.coster.bytes(draft.tensor, state)
-            self.held.append(Held(kind=index, num_bytes=num_bytes, tensor=value, moved=moved))
-        return self.held_number[key]
-
-    def role_of(self, draft: _Draft) -> Role:
-        kind = tuple(self.model.kinds.values())[draft.kind]
-        names = [node.name for node in kind.placeholders]
-        return kind.roles[names.index(draft.node)]

@@ -29,7 +29,8 @@ from autopar.solver.costs.comm import Links, group_of
 from autopar.solver.costs.kernels import Kernels
 from autopar.solver.hardware import Cluster
 from autopar.solver.layout.costing import Coster
-from autopar.solver.layout.make import make_problem, model_facts
+from autopar.solver.layout.make import make_problem
+from autopar.solver.layout.model_facts import model_facts
 from autopar.solver.layout.problem import Problem, Weights
 from autopar.solver.layout.state import AxisRule
 

@@ -17,7 +17,7 @@ from autopar.ir.plan import Plan, TrainingPlan, from_json, to_json
 from autopar.solver import Cluster, solve
 from autopar.solver.candidates import Pins, candidates
 from autopar.solver.costs.memory import itemsizes
-from autopar.solver.layout.make import model_facts
+from autopar.solver.layout.model_facts import model_facts
 from autopar.solver.search import Search
 from tests.models import (
     next_token_loss,

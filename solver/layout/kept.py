@@ -1,0 +1,77 @@
+"""Which tensors autograd keeps, each (value, state) once, and views as what they look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from autopar.ir.graph import Role, info
+from autopar.ir.layout import operands_of
+from autopar.ir.placement import State
+from autopar.ir.rules.core import Option
+from autopar.solver.costs.saved import saved_for_backward
+from autopar.solver.layout.costing import Coster
+from autopar.solver.layout.draft import Draft
+from autopar.solver.layout.problem import Held
+
+
+class KeptTensors:
+    """The list of tensors that may be kept; ``by`` adds what an op keeps under an option.
+
+    Ops come in the order of the graph, so that views are noted before they are kept.
+    """
+
+    def __init__(self, coster: Coster, drafts: Sequence[Draft]) -> None:
+        self.coster, self.drafts = coster, drafts
+        self.tensors: list[Held] = []
+        self._numbers: dict[tuple[int, State], int] = {}
+        self._looks_at: dict[tuple[int, State], tuple[int, State]] = {}
+
+    def note_view(self, view: int, state: State, value: int, value_state: State) -> None:
+        """``view`` in ``state`` is another look at ``value`` in ``value_state``."""
+        self._looks_at.setdefault((view, state), (value, value_state))
+
+    def by(
+        self, node: fx.Node, option: Option, operands: Sequence[int], results: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Numbers of the tensors that ``node`` keeps; operands and results are values."""
+        saved = saved_for_backward(node)
+        pairs = [(operands[i], option.operands[i]) for i in saved.operands]
+        pairs += [(results[i], option.results[i]) for i in saved.results]
+        numbers = dict.fromkeys(self._number(*self._root(*pair)) for pair in pairs)
+        if saved.own_bytes_per_element:
+            operand = info(operands_of(node)[0]).tensor
+            num_elements = self.coster.numel(operand, option.operands[0])
+            numbers[len(self.tensors)] = None
+            self.tensors.append(
+                Held(
+                    kind=self.drafts[results[0]].kind,
+                    num_bytes=num_elements * saved.own_bytes_per_element,
+                    tensor=-len(self.tensors) - 1,
+                    moved=None,
+                )
+            )
+        return tuple(number for number in numbers if number is not None)
+
+    def _root(self, value: int, state: State) -> tuple[int, State]:
+        while (value, state) in self._looks_at:
+            value, state = self._looks_at[value, state]
+        return value, state
+
+    def _number(self, value: int, state: State) -> int | None:
+        """None for inputs and constants, which are there anyway."""
+        draft = self.drafts[value]
+        if draft.role in (Role.INPUT, Role.CONSTANT):
+            return None
+        key = (value, state)
+        if key not in self._numbers:
+            moved = None
+            if draft.role is Role.PARAMETER:
+                moved = (value, tuple(draft.demanded).index(state))
+            self._numbers[key] = len(self.tensors)
+            num_bytes = self.coster.bytes(draft.tensor, state)
+            self.tensors.append(
+                Held(kind=draft.kind, num_bytes=num_bytes, tensor=value, moved=moved)
+            )
+        return self._numbers[key]
