@@ -6,6 +6,7 @@ sums, so that a candidate with 82 blocks and 64 stages takes milliseconds.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -236,9 +237,15 @@ def run_sums(values: Floats) -> Floats:
 
 
 def run_maxima(values: Floats) -> Floats:
-    """Maxima of all runs; 0 for empty ones."""
-    num = len(values)
-    found = np.zeros((num, num + 1))
-    for i in range(num):
-        found[i, i + 1 :] = np.maximum.accumulate(values[i:])
+    """Maxima of all runs of non-negative ``values``; 0 for empty ones. Not to be written to."""
+    return _run_maxima(values.tobytes())
+
+
+@functools.lru_cache(maxsize=64)  # every stage of a candidate asks for the same ones
+def _run_maxima(data: bytes) -> Floats:
+    values = np.frombuffer(data)
+    masked = np.triu(np.broadcast_to(values, (len(values), len(values))))
+    found = np.zeros((len(values), len(values) + 1))
+    np.maximum.accumulate(masked, axis=1, out=found[:, 1:])
+    found.flags.writeable = False
     return found
