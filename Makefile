@@ -42,7 +42,7 @@ stress: setup  ## search the properties at random, for long
 	$(TEST_ENV) HYPOTHESIS_PROFILE=stress $(PY) -m pytest --timeout=3600 $(PYTEST_ARGS)
 
 bench: setup  ## run every benchmark
-	set -e; for file in benchmarks/bench_*.py; do [ ! -e "$$file" ] || $(PY) "$$file"; done
+	set -e; for file in benchmarks/[a-z]*.py; do $(PY) "$$file"; done
 
 clean:  ## remove .venv and all caches
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .coverage htmlcov
