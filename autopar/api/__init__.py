@@ -2,7 +2,7 @@
 
 from autopar.api.compiled import CompiledModel, compile, compile_plan
 from autopar.api.data import synthetic_batch, vocabulary_size
-from autopar.api.planning import check_writable, plan, plan_source
+from autopar.api.planning import cannot_write, check_writable, plan, plan_source
 from autopar.ir.plan import Plan, read_plan
 from autopar.solver.hardware import Cluster
 
@@ -10,6 +10,7 @@ __all__ = [
     "Cluster",
     "CompiledModel",
     "Plan",
+    "cannot_write",
     "check_writable",
     "compile",
     "compile_plan",

@@ -20,7 +20,7 @@ from autopar.api.planning import (
 from autopar.capture import Inputs, LossFn, ModelSource, open_model
 from autopar.ir.errors import ClusterError, InputError, PlanFormatError
 from autopar.ir.graph import ModelGraph
-from autopar.ir.plan import Plan, PrecisionName, from_json, to_json
+from autopar.ir.plan import ClusterRef, Plan, PrecisionName, from_json, to_json
 from autopar.passes import lower_plan
 from autopar.runtime import Engine, OptimizerFactory, StepResult, connect, num_launched, share_text
 from autopar.solver import Cluster
@@ -128,12 +128,7 @@ def compile(
         InputError, CaptureError, InfeasibleError: As ``autopar.plan``.
     """
     source = open_model(model, example_inputs=example_batch, loss_fn=loss_fn)
-    if cluster.num_gpus != num_launched():
-        raise ClusterError(
-            f"the cluster has {cluster.num_gpus} GPUs, but {num_launched()} ranks run",
-            hint=f"torchrun --nproc-per-node {cluster.gpus_per_node} …, or describe the cluster "
-            "that runs",
-        )
+    _check_ranks(cluster.num_gpus, "cluster")
     named: OptimizerName = "adamw"
     factory: OptimizerFactory | None = None
     if isinstance(optimizer, str):
@@ -141,6 +136,11 @@ def compile(
     else:
         factory = optimizer
     if plan is not None:
+        if plan.cluster.fingerprint != cluster.fingerprint:
+            raise ClusterError(
+                f"the plan is for {_describe(plan.cluster)}, not for {_describe(cluster.ref())}",
+                hint="plan again for this cluster",
+            )
         return _run_plan(plan, source, capture_source(source, plan), factory)
     request = make_request(
         source,
@@ -171,7 +171,24 @@ def compile_plan(plan: Plan, *, optimizer: OptimizerFactory | None = None) -> Co
         ClusterError: The ranks that run are not those of the plan.
     """
     source = plan_source(plan)
+    _check_ranks(plan.device_mesh().num_ranks, "plan")
     return _run_plan(plan, source, capture_source(source, plan), optimizer)
+
+
+def _check_ranks(num_ranks: int, what: str) -> None:
+    """Known before the model is captured."""
+    if num_ranks != num_launched():
+        raise ClusterError(
+            f"the {what} has {num_ranks} ranks, but {num_launched()} run",
+            hint=f"start {num_ranks} processes with torchrun, or plan for those that run",
+        )
+
+
+def _describe(cluster: ClusterRef) -> str:
+    return (
+        f"{cluster.nodes} × {cluster.gpus_per_node} × {cluster.hardware} "
+        f"({cluster.fingerprint[:8]})"
+    )
 
 
 def _run_plan(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import pydantic
 import torch
 from torch import nn
 
@@ -24,6 +26,7 @@ from autopar.ir.graph import ModelGraph
 from autopar.ir.plan import Plan, PrecisionName, TrainingPlan
 from autopar.passes import plan_moves
 from autopar.solver import Cluster, solve
+from autopar.solver.candidates import check_pins
 
 _log = logging.getLogger("autopar")
 
@@ -39,7 +42,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to plan, with every default filled in."""
+    """What to plan. ``defaults`` says in words what the user left open."""
 
     source: ModelSource
     cluster: Cluster
@@ -47,6 +50,7 @@ class Request:
     seq_len: int | None
     training: TrainingPlan
     pin: Mapping[str, int | str]
+    defaults: tuple[str, ...]
 
 
 def plan(
@@ -124,23 +128,26 @@ def make_request(
     seed: int,
     pin: Mapping[str, int | str] | None,
 ) -> Request:
-    """A request with its defaults filled in, and logged once."""
+    """A request with its defaults filled in.
+
+    Raises:
+        InputError: An argument is wrong, or a pin cannot hold: known before the model is captured.
+    """
+    defaults: list[str] = []
     if global_batch_size is None:
         global_batch_size = max(8, cluster.num_gpus)
-        _log.info("global_batch_size not given: %d sequences per step", global_batch_size)
+        defaults.append(f"global_batch_size {global_batch_size}")
+    if seq_len is None:
+        defaults.append("sequences as long as the model takes")
+    if precision is None:
+        precision = cluster.default_precision
+        defaults.append(f"precision {precision}")
     for name, value in (("global_batch_size", global_batch_size), ("seq_len", seq_len)):
-        if value is not None and value < 1:
-            raise InputError(f"{name} is {value}; it must be at least 1")
-    _check_positive("learning_rate", learning_rate)
-    if max_grad_norm is not None:
-        _check_positive("max_grad_norm", max_grad_norm)
-    return Request(
-        source=source,
-        cluster=cluster,
-        global_batch_size=global_batch_size,
-        seq_len=seq_len,
-        training=TrainingPlan(
-            precision=precision or cluster.default_precision,
+        if value is not None and not (isinstance(value, int) and value >= 1):
+            raise InputError(f"{name} is {value}; it must be a whole number, at least 1")
+    try:
+        training = TrainingPlan(
+            precision=precision,
             optimizer=optimizer,
             learning_rate=learning_rate,
             weight_decay=weight_decay,
@@ -148,14 +155,38 @@ def make_request(
             eps=eps,
             max_grad_norm=max_grad_norm,
             seed=seed,
-        ),
+        )
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(f"{first['loc'][0]} is {first['input']!r}: {first['msg']}") from None
+    _check_training(training)
+    check_pins(pin or {}, cluster, global_batch_size, num_blocks=sys.maxsize)  # not yet known
+    return Request(
+        source=source,
+        cluster=cluster,
+        global_batch_size=global_batch_size,
+        seq_len=seq_len,
+        training=training,
         pin=dict(pin or {}),
+        defaults=tuple(defaults),
     )
 
 
-def _check_positive(name: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise InputError(f"{name} is {value}; it must be a positive number")
+def _check_training(training: TrainingPlan) -> None:
+    """Raise ``InputError`` for what no optimizer takes; the search itself would not notice."""
+    for name, value in (
+        ("learning_rate", training.learning_rate),
+        ("eps", training.eps),
+        ("max_grad_norm", training.max_grad_norm),
+    ):
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(f"{name} is {value}; it must be a positive number")
+    if not 0 <= training.weight_decay < math.inf:
+        raise InputError(f"weight_decay is {training.weight_decay}; it must be 0 or more")
+    if not all(0 <= beta < 1 for beta in training.betas):
+        raise InputError(f"betas are {training.betas}; each must be at least 0 and below 1")
+    if not 0 <= training.seed < 2**63:
+        raise InputError(f"seed is {training.seed}; it must be 0 or more, and below 2^63")
 
 
 def capture_request(request: Request, progress: Progress | None = None) -> ModelGraph:
@@ -181,7 +212,9 @@ def _capture(source: ModelSource, seq_len: int | None, precision: PrecisionName)
 
 
 def solve_request(request: Request, graph: ModelGraph, progress: Progress | None = None) -> Plan:
-    """The best plan for a captured model."""
+    """The best plan for a captured model. Says once what defaults it has."""
+    if request.defaults:
+        _log.info("not given, so chosen: %s", ", ".join(request.defaults))
     return solve(
         graph,
         request.cluster,
@@ -210,10 +243,21 @@ def plan_source(plan: Plan) -> ModelSource:
 
 
 def check_writable(path: Path) -> None:
-    """Fail before the work, not after it, when ``path`` cannot be written."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise InputError(
-            "cannot write the plan there",
-            where=str(path),
-            hint="give a file in a directory that exists",
-        )
+    """Fail before the work, not after it, when the file ``path`` cannot be written."""
+    existed = path.exists()
+    try:
+        with path.open("a"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise cannot_write(path, error) from None
+
+
+def cannot_write(path: Path, error: OSError) -> InputError:
+    """The error of a plan that could not be written."""
+    return InputError(
+        f"cannot write the plan: {error.strerror or error}",
+        where=str(path),
+        hint="give a file in a directory that exists and may be written",
+    )

@@ -97,10 +97,16 @@ class ConfigSource:
         from transformers import AutoModelForCausalLM
 
         with _building(device, seed):
-            # The weights are fp32 whatever the config says: they are the master weights.
-            return AutoModelForCausalLM.from_config(
-                self.config, dtype=torch.float32, attn_implementation="sdpa"
-            )
+            try:
+                # The weights are fp32 whatever the config says: they are the master weights.
+                return AutoModelForCausalLM.from_config(
+                    self.config, dtype=torch.float32, attn_implementation="sdpa"
+                )
+            except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:
+                first = str(error).strip().partition("\n")[0]
+                raise InputError(
+                    f"transformers cannot build the model of this config: {first}", where=self.spec
+                ) from error
 
     def example_inputs(self, seq_len: int | None = None) -> dict[str, Tensor]:
         return causal_lm_inputs(self.config, seq_len, self.spec)
@@ -125,20 +131,22 @@ class FunctionSource:
 
     def example_inputs(self, seq_len: int | None = None) -> dict[str, Tensor]:
         model, inputs, _ = self._call("meta", 0, seq_len)
-        return meta_inputs(named_inputs(model, inputs))
+        found = meta_inputs(named_inputs(model, inputs))
+        if seq_len is not None and all(
+            tensor.shape[1:2] != (seq_len,) for tensor in found.values()
+        ):
+            raise InputError(
+                f"{self.spec} does not let the sequence length be chosen",
+                hint="give the function a parameter seq_len, or leave --seq-len out",
+            )
+        return found
 
     def _call(
         self, device: str, seed: int, seq_len: int | None
     ) -> tuple[nn.Module, Inputs, LossFn | None]:
         function = _find_function(self.spec)
-        arguments: dict[str, int] = {}
-        if seq_len is not None:
-            if "seq_len" not in inspect.signature(function).parameters:
-                raise InputError(
-                    f"{self.spec} does not let the sequence length be chosen",
-                    hint="give the function a parameter seq_len, or leave --seq-len out",
-                )
-            arguments["seq_len"] = seq_len
+        takes_length = "seq_len" in inspect.signature(function).parameters
+        arguments = {"seq_len": seq_len} if takes_length and seq_len is not None else {}
         with _building(device, seed):
             try:
                 returned = function(**arguments)
@@ -190,10 +198,17 @@ def causal_lm_inputs(config: Any, seq_len: int | None, where: str) -> dict[str, 
     """``input_ids`` and ``labels`` [2, seq_len] on the meta device; the default length is the
     model's longest.
     """
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if seq_len is None:
-        seq_len = getattr(config.get_text_config(), "max_position_embeddings", None)
+        seq_len = longest
     if not isinstance(seq_len, int) or seq_len < 1:
         raise InputError(f"no usable sequence length: {seq_len}", where=where, hint="give one")
+    if isinstance(longest, int) and seq_len > longest:
+        raise InputError(
+            f"sequences of {seq_len} tokens are longer than the model's {longest} positions",
+            where=where,
+            hint="shorter sequences, or another max_position_embeddings in the config",
+        )
     shape = (2, seq_len)
     return {
         name: torch.empty(shape, dtype=torch.int64, device="meta")
@@ -243,12 +258,12 @@ def _building(device: str, seed: int) -> Any:
 
 def _read_config(path: Path) -> Any:
     try:
-        from transformers import CONFIG_MAPPING
+        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
     except ImportError as error:
         raise InputError(
             "reading a Hugging Face config needs the package transformers",
             where=str(path),
-            hint="pip install 'autopar[transformers]'",
+            hint="pip install 'autopar[hf]'",
         ) from error
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -271,6 +286,12 @@ def _read_config(path: Path) -> Any:
         config = CONFIG_MAPPING[model_type].from_dict(settings)
     except Exception as error:
         raise InputError(f"transformers refuses the config: {error}", where=str(file)) from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InputError(
+            f"transformers has no causal language model of model_type {model_type!r}",
+            where=str(file),
+            hint="give the model as package.module:function instead",
+        )
     return config
 
 

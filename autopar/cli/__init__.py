@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +25,8 @@ INTEGER_PINS = (
     "zero_stage",
     "virtual_stages",
 )
+STARTED_BY_US = "AUTOPAR_STARTED"
+"""Set in the environment of ranks that ``autopar run`` starts; it prints their errors."""
 CHOICE_PINS = {"recompute": ("none", "full"), "schedule": ("1f1b", "layered")}
 
 
@@ -41,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = command.run(arguments)
         sys.stdout.flush()
     except AutoparError as error:
-        print(f"autopar: error: {error}", file=sys.stderr)
+        _report(str(error))
         return 1
     except BrokenPipeError:  # the reader of our output has gone: nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -50,6 +54,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("autopar: interrupted", file=sys.stderr)
         return 130
     return status
+
+
+def _report(message: str) -> None:
+    """The one message of an error, on stderr.
+
+    One of several ranks hands it to the process that started it, where there is such a file; the
+    first rank of a node alone prints it, unless the process that started it does.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        Path(error_file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+    if STARTED_BY_US not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"autopar: error: {message}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

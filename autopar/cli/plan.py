@@ -35,7 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
     if sys.stderr.isatty():
         _show("")
     if arguments.output is not None:
-        plan.save(arguments.output)
+        try:
+            plan.save(arguments.output)
+        except OSError as error:
+            raise api.cannot_write(arguments.output, error) from None
     print(to_json(plan) if arguments.json else plan.explain())
     return 0
 

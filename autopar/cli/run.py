@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar import api
+from autopar.cli.start_ranks import start_ranks
 from autopar.ir.errors import InputError
 from autopar.ir.plan import Plan, read_plan
 
@@ -24,10 +24,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.steps < 1:
         raise InputError(f"--steps is {arguments.steps}; it must be at least 1")
     plan = read_plan(arguments.plan)
-    api.plan_source(plan)  # fail before ranks are started
+    # whatever can fail, fails before ranks are started
+    api.plan_source(plan)
     batches = _batches(plan, arguments.data)
+    if arguments.load is not None and not arguments.load.is_dir():
+        raise InputError("there is no checkpoint to go on from", where=str(arguments.load))
+    if arguments.save is not None:
+        _make_directory(arguments.save)
     if "RANK" not in os.environ:
-        return _start_ranks(plan, arguments)
+        _start_ranks(plan, arguments)
+        return 0
     with api.compile_plan(plan) as compiled:
         if arguments.load is not None:
             compiled.load(arguments.load)
@@ -47,8 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _start_ranks(plan: Plan, arguments: argparse.Namespace) -> int:
-    num_ranks = plan.device_mesh().num_ranks
+def _start_ranks(plan: Plan, arguments: argparse.Namespace) -> None:
     command = ["-m", "autopar", "run", str(arguments.plan), "--steps", str(arguments.steps)]
     for name in ("data", "save", "load"):
         if getattr(arguments, name) is not None:
@@ -60,11 +65,14 @@ def _start_ranks(plan: Plan, arguments: argparse.Namespace) -> int:
             hint=f"on every node: torchrun --nnodes {plan.cluster.nodes} --nproc-per-node "
             f"{plan.cluster.gpus_per_node} --rdzv-endpoint HOST:PORT {' '.join(command)}",
         )
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ
-    return subprocess.run(
-        [sys.executable, *launcher, *command], env=environment, check=False
-    ).returncode
+    start_ranks(plan.device_mesh().num_ranks, [sys.executable, *command])
+
+
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot save there: {error.strerror or error}", where=str(path)) from None
 
 
 def _batches(plan: Plan, data: Path | None) -> Iterator[dict[str, Tensor]]:
@@ -81,11 +89,17 @@ def _synthetic(plan: Plan) -> Iterator[dict[str, Tensor]]:
 def _from_tokens(plan: Plan, path: Path) -> Iterator[dict[str, Tensor]]:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise InputError(f"cannot read tokens: {error}", where=str(path)) from None
+    if not isinstance(tokens, np.ndarray):
+        raise InputError("several arrays; tokens are one, in a .npy file", where=str(path))
     seq_len = plan.model.seq_len
-    if seq_len is None:
-        raise InputError("this model takes no token sequences", hint="leave --data out")
+    inputs = api.plan_source(plan).example_inputs(seq_len)
+    if seq_len is None or "input_ids" not in inputs or inputs.keys() - {"input_ids", "labels"}:
+        raise InputError(
+            f"the model takes {', '.join(inputs)}; a file of tokens gives input_ids and labels",
+            hint="leave --data out, or train with autopar.compile",
+        )
     if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2):
         raise InputError(
             f"tokens are {tokens.ndim}-d {tokens.dtype}; they must be integers, 1-d or 2-d",
@@ -104,13 +118,15 @@ def _from_tokens(plan: Plan, path: Path) -> Iterator[dict[str, Tensor]]:
         and not 0 <= int(sequences.min()) <= int(sequences.max()) < vocabulary
     ):
         raise InputError(f"token ids lie outside the vocabulary of {vocabulary}", where=str(path))
-    return _cycle(sequences, plan.batch.global_batch_size)
+    return _cycle(sequences, plan.batch.global_batch_size, tuple(inputs))
 
 
-def _cycle(sequences: np.ndarray, batch_size: int) -> Iterator[dict[str, Tensor]]:
+def _cycle(
+    sequences: np.ndarray, batch_size: int, names: tuple[str, ...]
+) -> Iterator[dict[str, Tensor]]:
     start = 0
     while True:
         rows = np.arange(start, start + batch_size) % len(sequences)
         ids = torch.from_numpy(np.asarray(sequences[rows], dtype=np.int64))
-        yield {"input_ids": ids, "labels": ids.clone()}
+        yield {name: ids.clone() for name in names}
         start = (start + batch_size) % len(sequences)
