@@ -1,46 +1,123 @@
-"""The typing of the data axis: inputs enter sharded by sequence, weights are used whole, and the
-rest follows, by the same problem that places tensors on the tensor axis.
+"""The data axis: inputs enter sharded by sequence, weights are used whole, and the rest follows, by
+the same problem that places tensors on the tensor axis.
 
-It is the same for every number of data ranks: dims that grow with the batch are sharded, and
-nothing else is.
+Its typing is the same for every number of data ranks: dims that grow with the batch are sharded,
+and nothing else is. An op that cannot divide its sequences (one without a rule, say) has them
+gathered, and every data rank repeats it for all: that is costed here, beside the tensor axis.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
 from autopar.ir.errors import AutoparError
+from autopar.ir.graph import TensorInfo, info
+from autopar.ir.layout import operands_of
 from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.placement import State
 from autopar.solver.costs.comm import Links, group_of
 from autopar.solver.costs.kernels import Kernels
+from autopar.solver.facts import BlockCosts
 from autopar.solver.hardware import Cluster
+from autopar.solver.layout.check import kind_costs
 from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.decode import AxisTyping, axis_typing
 from autopar.solver.layout.make import make_problem
 from autopar.solver.layout.model_facts import ModelFacts
-from autopar.solver.layout.problem import Weights
+from autopar.solver.layout.problem import KindCost, Problem, Solution, Weights
 from autopar.solver.layout.solve import solve_problem
 from autopar.solver.layout.state import AxisRule
 
 _RANKS = 2
 
 
-def data_typing(facts: ModelFacts, cluster: Cluster) -> AxisTyping:
-    """States of every node on the data axis: the least traffic, then the least work."""
-    coster = Coster(
-        Kernels(cluster.hardware),
-        Links(cluster),
-        group_of(cluster, size=_RANKS, stride=1),
-        _RANKS,
+@dataclass(slots=True, kw_only=True, eq=False)
+class DataAxis:
+    """The typing of a model on the data axis, and the work that its ranks cannot divide."""
+
+    facts: ModelFacts
+    cluster: Cluster
+    _typing: AxisTyping | None = None
+    _undivided: dict[tuple[int, int, int], tuple[KindCost, ...]] = field(default_factory=dict)
+
+    def typing(self) -> AxisTyping:
+        """States of every node: the least traffic, then the least work."""
+        if self._typing is None:
+            problem, solution = self._solve(_RANKS, 1, _RANKS)
+            self._typing = axis_typing(self.facts.model, self.facts.classes, problem, solution)
+        return self._typing
+
+    def divides_all(self) -> bool:
+        """Whether every op works on its own data rank's sequences only."""
+        typing = self.typing()
+        return not any(
+            _is_whole(tensors, states)
+            for kind in self.facts.model.kinds.values()
+            for node in kind.graph.nodes
+            if node.op == "call_function"
+            for tensors, states in (
+                ([info(o).tensor for o in operands_of(node)], typing[kind.name][node.name][0]),
+                (info(node).tensors, typing[kind.name][node.name][1]),
+            )
+        )
+
+    def add_undivided(
+        self, costs: BlockCosts, *, dp: int, tp: int, micro_batch_size: int
+    ) -> BlockCosts:
+        """``costs`` with what a micro-batch costs beyond its own sequences, at ``dp`` data ranks.
+
+        The work of such ops is taken as undivided by the tensor axis, too.
+        """
+        if dp == 1 or self.divides_all():
+            return costs
+        key = (dp, tp, micro_batch_size)
+        if key not in self._undivided:
+            whole = kind_costs(*self._solve(dp, tp, micro_batch_size * dp))
+            alone = kind_costs(*self._solve(1, tp, micro_batch_size))
+            self._undivided[key] = tuple(map(_difference, whole, alone))
+        order = {name: number for number, name in enumerate(self.facts.model.kinds)}
+        more = [self._undivided[key][order[block.kind]] for block in self.facts.model.blocks]
+        return replace(
+            costs,
+            forward_s=costs.forward_s + [cost.forward_s for cost in more],
+            backward_s=costs.backward_s + [cost.backward_s for cost in more],
+            held_bytes=costs.held_bytes + [cost.held_bytes for cost in more],
+            temporary_bytes=costs.temporary_bytes + [cost.transient_bytes for cost in more],
+        )
+
+    def _solve(self, dp: int, tp: int, batch: int) -> tuple[Problem, Solution]:
+        group = group_of(self.cluster, size=dp, stride=tp)
+        coster = Coster(Kernels(self.cluster.hardware), Links(self.cluster), group, batch)
+        problem = make_problem(self.facts, AxisRule(name=DATA_AXIS, shards_batch=True), coster)
+        counts = tuple(map(float, problem.counts))
+        weights = Weights(
+            forward=counts,
+            backward=counts,
+            step=0.0,
+            held=(0.0,) * len(counts),
+            parameters=(0.0,) * len(problem.classes),
+        )
+        solution = solve_problem(problem, weights)
+        if solution.status == "infeasible":
+            raise AutoparError("the model has no data-parallel typing: some op mixes its sequences")
+        return problem, solution
+
+
+def _is_whole(tensors: Sequence[TensorInfo], states: Sequence[State]) -> bool:
+    """Whether one of the tensors grows with the batch and is whole on every rank."""
+    return any(
+        state.is_whole and not all(isinstance(size, int) for size in tensor.shape)
+        for tensor, state in zip(tensors, states, strict=True)
     )
-    problem = make_problem(facts, AxisRule(name=DATA_AXIS, shards_batch=True), coster)
-    counts = tuple(map(float, problem.counts))
-    weights = Weights(
-        forward=counts,
-        backward=counts,
-        step=0.0,
-        held=(0.0,) * len(counts),
-        parameters=(0.0,) * len(problem.classes),
+
+
+def _difference(whole: KindCost, alone: KindCost) -> KindCost:
+    return KindCost(
+        forward_s=max(0.0, whole.forward_s - alone.forward_s),
+        backward_s=max(0.0, whole.backward_s - alone.backward_s),
+        forward_comm_s=0.0,
+        backward_comm_s=0.0,
+        held_bytes=max(0, whole.held_bytes - alone.held_bytes),
+        transient_bytes=max(0, whole.transient_bytes - alone.transient_bytes),
     )
-    solution = solve_problem(problem, weights)
-    if solution.status == "infeasible":
-        raise AutoparError("the model has no data-parallel typing: some op mixes its sequences")
-    return axis_typing(facts.model, facts.classes, problem, solution)

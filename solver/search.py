@@ -22,6 +22,7 @@ from autopar.solver.bounds import StageBounds, exact_times
 from autopar.solver.candidates import Candidate
 from autopar.solver.costs.memory import Itemsizes
 from autopar.solver.cuts import best_cuts
+from autopar.solver.data_axis import DataAxis
 from autopar.solver.facts import BlockCosts
 from autopar.solver.hardware import Cluster
 from autopar.solver.layout.model_facts import ModelFacts
@@ -65,6 +66,7 @@ class Search:
     ) -> None:
         self.facts, self.cluster, self.sizes = facts, cluster, sizes
         self.progress = progress or (lambda _: None)
+        self.data_axis = DataAxis(facts=facts, cluster=cluster)
         self.settings: dict[tuple[int, int], Setting] = {}
         self.too_large: dict[int, int] = {}  # by tensor degree: micro-batches that never fit
 
@@ -117,6 +119,16 @@ class Search:
     def stager(self, candidate: Candidate, costs: BlockCosts) -> Stager:
         return Stager(self.cluster, candidate, costs, self.sizes)
 
+    def layout_stager(self, candidate: Candidate, setting: Setting, solution: Solution) -> Stager:
+        """With the costs of a layout, those of the data axis included."""
+        costs = self.data_axis.add_undivided(
+            setting.costs(solution),
+            dp=candidate.dp,
+            tp=candidate.tp,
+            micro_batch_size=candidate.micro_batch_size,
+        )
+        return self.stager(candidate, costs)
+
     def scalar_bound(self, candidate: Candidate) -> float:
         """Work spread evenly over stages, and the longest block on some stage."""
         if candidate.micro_batch_size >= self.too_large.get(candidate.tp, math.inf):
@@ -161,7 +173,7 @@ class Search:
     def _with_layout(
         self, candidate: Candidate, setting: Setting, solution: Solution
     ) -> Solved | None:
-        stager = self.stager(candidate, setting.costs(solution))
+        stager = self.layout_stager(candidate, setting, solution)
         bound, cuts = self._cut(candidate, StageBounds(stager, exact_times(stager)))
         if not math.isfinite(bound) or max(stager.peak_bytes(cuts)) > self.cluster.usable_bytes:
             return None

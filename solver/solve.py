@@ -28,7 +28,7 @@ from autopar.ir.plan import (
 from autopar.ir.typecheck import check_model
 from autopar.solver.candidates import Candidate, Pins, candidates
 from autopar.solver.costs.memory import itemsizes
-from autopar.solver.data_axis import data_typing
+from autopar.solver.data_axis import DataAxis
 from autopar.solver.hardware import Cluster
 from autopar.solver.infeasible import infeasible_error
 from autopar.solver.layout.classes import Classes
@@ -37,6 +37,7 @@ from autopar.solver.layout.model_facts import ModelFacts, model_facts
 from autopar.solver.predict import predict
 from autopar.solver.search import Progress, Search, SearchResult
 from autopar.solver.solved import Solved
+from autopar.solver.unruled import replicated_ops
 
 _NUM_ALTERNATIVES = 5
 _EXACT = 1e-6
@@ -92,7 +93,7 @@ def solve(
     if result.best is None:
         raise infeasible_error(search, found, global_batch_size=global_batch_size, pin=pin)
     best, candidate = result.best, result.best.candidate
-    layout = best_layout(facts, cluster, best)
+    layout = best_layout(facts, search.data_axis, best)
     mesh = Mesh(
         pp=candidate.pp,
         dp_replicate=candidate.dp_replicate,
@@ -137,6 +138,12 @@ def solve(
         layout_axes=LAYOUT_AXES,
         layout=layout_text(layout),
         moves=moves,
+        replicated_ops=replicated_ops(
+            model,
+            cluster,
+            sequences=candidate.micro_batch_size * candidate.dp,
+            num_micro_batches=candidate.num_micro_batches,
+        ),
         certificate=_certificate(result, best, time.perf_counter() - started),
         prediction=predict(
             best, model, cluster, training, global_batch_size=global_batch_size, seq_len=seq_len
@@ -145,11 +152,11 @@ def solve(
     )
 
 
-def best_layout(facts: ModelFacts, cluster: Cluster, best: Solved) -> Layout:
+def best_layout(facts: ModelFacts, data_axis: DataAxis, best: Solved) -> Layout:
     """The layout over data and tensor axes, type-checked for the degrees of the plan."""
     candidate = best.candidate
     tensor = axis_typing(facts.model, facts.classes, best.setting.problem, best.solution)
-    layout = join_axes(data_typing(facts, cluster), tensor)
+    layout = join_axes(data_axis.typing(), tensor)
     check_model(
         facts.model,
         layout,
@@ -191,7 +198,7 @@ def _certificate(result: SearchResult, best: Solved, seconds: float) -> Certific
     statement = (
         "optimal in this cost model"
         if status == "optimal"
-        else f"within {gap:.2%} of the optimum of this cost model"
+        else f"proved within {gap:.2%} of the optimum of this cost model"
     )
     return Certificate(
         status=status,

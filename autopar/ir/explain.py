@@ -22,6 +22,7 @@ def explain(plan: Plan) -> str:
         _memory(plan),
         _placements(plan),
         _moves(plan),
+        _replicated_ops(plan),
         _alternatives(plan),
     )
     return "\n\n".join(section for section in sections if section)
@@ -31,15 +32,15 @@ def _summary(plan: Plan) -> str:
     certificate, prediction = plan.certificate, plan.prediction
     num_gpus = plan.device_mesh().num_ranks
     available = plan.cluster.nodes * plan.cluster.gpus_per_node
-    fullest = max(rank.peak_bytes for rank in prediction.ranks) / _GIB
+    fullest = max(rank.peak_bytes for rank in prediction.ranks)
     return "\n".join(
         (
             f"{plan.model.name} ({plan.model.num_parameters / 1e9:.3g} B parameters) "
             f"on {num_gpus} of {available} × {plan.cluster.hardware}",
             f"  step {_seconds(prediction.step_s)}, {prediction.tokens_per_s:,.0f} tokens/s, "
             f"MFU {prediction.mfu:.1%}, fullest rank "
-            f"{fullest:.2f} of {prediction.usable_bytes / _GIB:.2f} GiB",
-            f"  {certificate.status}: {certificate.statement} "
+            f"{_bytes(fullest)} of {_bytes(prediction.usable_bytes)}",
+            f"  {certificate.statement} "
             f"({certificate.num_candidates} candidates bounded, {certificate.num_solved} solved, "
             f"{certificate.solve_s:.1f} s)",
         )
@@ -103,7 +104,7 @@ def _memory(plan: Plan) -> str:
     fullest = max(plan.prediction.ranks, key=lambda rank: rank.peak_bytes)
     return _by_cause(
         f"memory of the fullest rank (stage {fullest.stage})",
-        [(cause, num, f"{num / _GIB:.2f} GiB") for cause, num in fullest.bytes_by_cause.items()],
+        [(cause, num, _bytes(num)) for cause, num in fullest.bytes_by_cause.items()],
     )
 
 
@@ -155,6 +156,20 @@ def _moves(plan: Plan) -> str:
     return "\n".join(("collectives of a micro-batch", _table(rows)))
 
 
+def _replicated_ops(plan: Plan) -> str:
+    if not plan.replicated_ops:
+        return ""
+    rows = [
+        (
+            found.op,
+            f"×{found.count}, {_seconds(found.seconds)} a step, {found.source or 'unknown line'}",
+        )
+        for found in plan.replicated_ops
+    ]
+    title = "ops without a rule: every rank computes them whole"
+    return "\n".join((title, _table(rows)))
+
+
 def _alternatives(plan: Plan) -> str:
     if not plan.alternatives:
         return ""
@@ -185,3 +200,7 @@ def _runs(ranges: Iterable[tuple[int, int]]) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _bytes(num: int) -> str:
+    return f"{num / _GIB:.2f} GiB" if num >= _GIB / 10 else f"{num / 2**20:.2f} MiB"

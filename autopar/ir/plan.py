@@ -23,7 +23,9 @@ ScheduleName = Literal["1f1b", "layered"]
 RecomputeName = Literal["none", "full"]
 PrecisionName = Literal["bf16", "fp32", "float64"]
 
-_config = pydantic.ConfigDict(extra="forbid", strict=True)
+_config = pydantic.ConfigDict(
+    extra="forbid", strict=True, json_schema_serialization_defaults_required=True
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_config)
@@ -123,6 +125,20 @@ class MovePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+class ReplicatedOp:
+    """An op without a rule: every rank computes it whole, for all sequences of a micro-batch.
+
+    ``count`` ops of the model stand at ``source``; ``seconds`` of a step go into them on a rank
+    that has them all.
+    """
+
+    op: str
+    source: str
+    count: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
 class NodePlan:
     """Placements (states as text, in order of ``layout_axes``) of a node's operands and results."""
 
@@ -204,6 +220,7 @@ class Plan:
     layout_axes: tuple[str, ...]
     layout: Mapping[str, Mapping[str, NodePlan]]
     moves: tuple[MovePlan, ...]
+    replicated_ops: tuple[ReplicatedOp, ...]
     certificate: Certificate
     prediction: Prediction
     alternatives: tuple[Alternative, ...]

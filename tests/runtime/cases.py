@@ -186,6 +186,7 @@ def make_plan(setup: Setup) -> Plan:
         layout_axes=LAYOUT_AXES,
         layout=layout_text(layout),
         moves=(),
+        replicated_ops=(),
         certificate=Certificate(
             status="feasible",
             objective_s=1.0,
