@@ -63,6 +63,8 @@ class DistributedCommunicator:
         )
         self._ties: dict[tuple[int, ...], DistributedGroup] = {}
         self._pairs: dict[Channel, Pair] = {}
+        self._opened: set[Channel] = set()
+        self._tied: set[tuple[int, ...]] = set()
         self._watch = (
             None if store is None else FailureWatch(store, self._abort, holds_store=self.rank == 0)
         )
@@ -70,13 +72,21 @@ class DistributedCommunicator:
     def open(self, channels: Sequence[Channel], ties: Sequence[tuple[int, ...]]) -> None:
         stage = self._coordinates["pp"]
         for channel in channels:
-            if channel not in self._pairs and stage in channel[:2]:
-                source, target = self._peer(channel[0]), self._peer(channel[1])
-                handle = self._make_group(tuple(sorted((source, target))))
-                self._pairs[channel] = Pair(source=source, target=target, handle=handle)
+            if channel in self._opened:
+                continue
+            self._opened.add(channel)
+            source, target, _ = channel
+            handle = self._make_groups(tuple(sorted((source, target))))
+            if handle is not None:
+                self._pairs[channel] = Pair(
+                    source=self._peer(source), target=self._peer(target), handle=handle
+                )
         for stages in ties:
-            if stages not in self._ties and stage in stages:
-                handle = self._make_group(tuple(map(self._peer, stages)))
+            if stages in self._tied:
+                continue
+            self._tied.add(stages)
+            handle = self._make_groups(stages)
+            if handle is not None:
                 self._ties[stages] = DistributedGroup(
                     name="tied", rank=stages.index(stage), size=len(stages), handle=handle
                 )
@@ -115,7 +125,8 @@ class DistributedCommunicator:
             failed = self._watch.message is not None
             self._watch.stop()
             if not failed:
-                dist.barrier()
+                index = self.device.index
+                dist.barrier(device_ids=None if index is None else [index])
         self._destroy()
 
     def _destroy(self) -> None:
@@ -156,16 +167,31 @@ class DistributedCommunicator:
         return self.mesh.rank_at(pp=stage, dp=at[DATA_AXIS], tp=at["tp"])
 
     def _make_axis_group(self, axis: str) -> DistributedGroup:
-        ranks = next(ranks for ranks in self.mesh.groups(axis) if self.rank in ranks)
+        groups = self.mesh.groups(axis)
+        ranks = next(ranks for ranks in groups if self.rank in ranks)
         return DistributedGroup(
             name=axis,
             rank=ranks.index(self.rank),
             size=len(ranks),
-            handle=self._make_group(ranks) if len(ranks) > 1 else None,
+            handle=self._make_group_of_each(groups) if len(ranks) > 1 else None,
         )
 
-    def _make_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """A group that only its members make: all of them do so in the same order."""
-        handle = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
-        assert isinstance(handle, dist.ProcessGroup)
-        return handle
+    def _make_groups(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """For every pipeline, a group of its ranks on ``stages``; returns this rank's."""
+        pipelines = self.mesh.groups("pp")
+        return self._make_group_of_each([tuple(line[s] for s in stages) for line in pipelines])
+
+    def _make_group_of_each(self, groups: Sequence[tuple[int, ...]]) -> dist.ProcessGroup | None:
+        """Make all ``groups``; returns the one that this rank is in.
+
+        Every rank makes all groups, also those that it is not in: their names are numbers that must
+        agree. (``use_local_synchronization`` would spare it that, but then a name depends on how
+        many groups its maker has made before, and stages make different numbers of them.)
+        """
+        own: dist.ProcessGroup | None = None
+        for ranks in groups:
+            handle = dist.new_group(list(ranks), timeout=self._timeout)
+            if self.rank in ranks:
+                assert isinstance(handle, dist.ProcessGroup)
+                own = handle
+        return own

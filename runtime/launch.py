@@ -112,7 +112,8 @@ def _join(backend: str, device: torch.device, mesh: Mesh, timeout_s: float) -> d
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=device if has_index(device) else None,
+        # No device_id: then groups would be split off the world's communicator as they are made,
+        # by all of its ranks at once, instead of being connected by their own when first used.
     )
     return dist.PrefixStore(f"failures/{name}", store)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,6 +13,7 @@ from autopar.ir.errors import AutoparError, RankFailedError
 from autopar.runtime.launch import is_launched, launch_store, timeout_from_environment
 
 _OK, _FAILED = "1", "0"
+_shared = itertools.count()
 
 
 def num_launched() -> int:
@@ -23,7 +25,7 @@ def share_text(name: str, make: Callable[[], str]) -> str:
     """The text that ``make`` returns on the first rank, on every rank; every rank calls it.
 
     Args:
-        name: Of what is shared; each name is shared once.
+        name: Of what is shared, for errors.
 
     Raises:
         RankFailedError: ``make`` failed on the first rank (which raises its own error), or took
@@ -34,7 +36,7 @@ def share_text(name: str, make: Callable[[], str]) -> str:
     timeout_s = timeout_from_environment()
     store, rank, _ = launch_store(timeout_s)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    shared = dist.PrefixStore(f"{name}/{attempt}", store)
+    shared = dist.PrefixStore(f"shared/{attempt}/{next(_shared)}", store)  # a key is used once
     shared.set_timeout(timedelta(seconds=timeout_s))
     if rank == 0:
         try:

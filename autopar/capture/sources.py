@@ -99,7 +99,7 @@ class ConfigSource:
         with _building(device, seed):
             try:
                 # The weights are fp32 whatever the config says: they are the master weights.
-                return AutoModelForCausalLM.from_config(
+                model = AutoModelForCausalLM.from_config(
                     self.config, dtype=torch.float32, attn_implementation="sdpa"
                 )
             except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:
@@ -107,6 +107,9 @@ class ConfigSource:
                 raise InputError(
                     f"transformers cannot build the model of this config: {first}", where=self.spec
                 ) from error
+        if model.loss_type is None:  # so for GPT-2; it would warn, and then take this one
+            model.loss_type = "ForCausalLM"
+        return model
 
     def example_inputs(self, seq_len: int | None = None) -> dict[str, Tensor]:
         return causal_lm_inputs(self.config, seq_len, self.spec)
@@ -145,8 +148,7 @@ class FunctionSource:
         self, device: str, seed: int, seq_len: int | None
     ) -> tuple[nn.Module, Inputs, LossFn | None]:
         function = _find_function(self.spec)
-        takes_length = "seq_len" in inspect.signature(function).parameters
-        arguments = {"seq_len": seq_len} if takes_length and seq_len is not None else {}
+        arguments = {"seq_len": seq_len} if seq_len and _takes(function, "seq_len") else {}
         with _building(device, seed):
             try:
                 returned = function(**arguments)
@@ -309,6 +311,13 @@ def _find_function(spec: str) -> Callable[..., object]:
     if not callable(function):
         raise InputError(f"module {module_name!r} has no function {function_name!r}", where=spec)
     return function
+
+
+def _takes(function: Callable[..., object], name: str) -> bool:
+    try:
+        return name in inspect.signature(function).parameters
+    except ValueError:  # a function of C that does not say
+        return False
 
 
 def _describe(value: object) -> str:

@@ -37,6 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     with api.compile_plan(plan) as compiled:
         if arguments.load is not None:
             compiled.load(arguments.load)
+            for _ in range(compiled.num_steps):
+                next(batches)  # those before the checkpoint
         for _ in range(arguments.steps):
             result = compiled.train_step(next(batches))
             if compiled.rank == 0:

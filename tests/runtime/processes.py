@@ -29,16 +29,21 @@ class Ended:
 
 
 def run_processes(
-    num_ranks: int, *arguments: str, timeout_s: float = 240, wait_s: float = 60
+    num_ranks: int,
+    *arguments: str,
+    worker_module: str = "tests.runtime.worker",
+    timeout_s: float = 240,
+    wait_s: float = 60,
 ) -> list[Ended]:
     """Run ``arguments`` (see the worker) on all ranks until all end.
 
     Args:
+        worker_module: Whose ``main`` forks the ranks.
         wait_s: How long ranks may wait for each other (``AUTOPAR_TIMEOUT_S``).
     """
     with tempfile.TemporaryDirectory() as folder:
         worker = subprocess.Popen(
-            [sys.executable, "-m", "tests.runtime.worker", folder, str(num_ranks), *arguments],
+            [sys.executable, "-m", worker_module, folder, str(num_ranks), *arguments],
             cwd=ROOT,
             env=_environment(num_ranks, wait_s),
             start_new_session=True,

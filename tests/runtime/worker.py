@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -42,7 +43,20 @@ FP32 = [
     for index, mesh in enumerate((TP2_DP2, PP2_TP2, PP2_DP2, DP4))
     for zero_stage in range(4)
 ]
-"""Every mesh at every ZeRO stage; models, schedules and recomputation in turn."""
+"""Every mesh at every ZeRO stage; models, schedules and recomputation in turn: each mesh has every
+pair of schedule and recomputation, and every model.
+"""
+FP32 += [
+    dataclasses.replace(
+        setup,
+        name=MODELS[(MODELS.index(setup.name) + 1) % 3],
+        schedule=SCHEDULES[setup.schedule == "1f1b"],
+        recompute="none" if setup.recompute == "full" else "full",
+    )
+    for setup in FP32
+    if setup.mesh == DP4
+]
+"""Pure data parallelism with the other schedule, too: there ZeRO has most to do."""
 
 FLOAT64 = [
     Setup(
@@ -63,6 +77,8 @@ FLOAT64 = [
 OTHERS = [
     Setup(layers=4, mesh=PP2_DP2, schedule="layered", zero_stage=3, modular=True),
     Setup(mesh=PP2_TP2, precision="bf16", zero_stage=0, sequence=True),
+    # stages that make different numbers of groups, and a parameter of the first and the last
+    Setup(name="gpt2", layers=4, mesh=Mesh(pp=4)),
 ]
 
 
@@ -136,7 +152,11 @@ def prepare(name: str, arguments: list[str]) -> None:
         lowered(setup)
 
 
-def fork_rank(rank: int, folder: Path, name: str, arguments: list[str]) -> int:
+Ranks = Callable[..., None]
+"""What a rank does with the arguments of the command line."""
+
+
+def fork_rank(rank: int, folder: Path, work: Ranks, arguments: list[str]) -> int:
     """A rank in a process of its own, whose output goes to a file; returns its id."""
     pid = os.fork()
     if pid:
@@ -147,7 +167,7 @@ def fork_rank(rank: int, folder: Path, name: str, arguments: list[str]) -> int:
     os.dup2(file, 2)
     code = 1
     try:
-        globals()[name](*arguments)
+        work(*arguments)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -155,15 +175,20 @@ def fork_rank(rank: int, folder: Path, name: str, arguments: list[str]) -> int:
     os._exit(code)
 
 
-def main(folder: Path, num_ranks: int, name: str, arguments: list[str]) -> None:
-    torch.set_num_threads(1)
-    prepare(name, arguments)
-    pids = [fork_rank(rank, folder, name, arguments) for rank in range(num_ranks)]
+def fork_ranks(folder: Path, num_ranks: int, work: Ranks, arguments: list[str]) -> None:
+    """Fork all ranks, wait for them, and write how each ended."""
+    pids = [fork_rank(rank, folder, work, arguments) for rank in range(num_ranks)]
     ended: dict[int, tuple[int, float]] = {}
     while len(ended) < num_ranks:
         pid, status = os.wait()
         ended[pid] = (os.waitstatus_to_exitcode(status), time.monotonic())
     (folder / "ended.json").write_text(json.dumps([ended[pid] for pid in pids]))
+
+
+def main(folder: Path, num_ranks: int, name: str, arguments: list[str]) -> None:
+    torch.set_num_threads(1)
+    prepare(name, arguments)
+    fork_ranks(folder, num_ranks, globals()[name], arguments)
 
 
 if __name__ == "__main__":
