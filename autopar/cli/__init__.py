@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 2
+    if os.getcwd() not in sys.path:  # package.module:function is found here, as under python -m
+        sys.path.insert(0, os.getcwd())
     try:
         command = importlib.import_module(f"autopar.cli.{arguments.command}")
         status: int = command.run(arguments)

@@ -65,7 +65,8 @@ def _start_ranks(plan: Plan, arguments: argparse.Namespace) -> None:
             f"the plan is for {plan.cluster.nodes} nodes; ranks are started here on one node only",
             where=str(arguments.plan),
             hint=f"on every node: torchrun --nnodes {plan.cluster.nodes} --nproc-per-node "
-            f"{plan.cluster.gpus_per_node} --rdzv-endpoint HOST:PORT {' '.join(command)}",
+            f"{plan.cluster.gpus_per_node} --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
+            f"{' '.join(command)}",
         )
     start_ranks(plan.device_mesh().num_ranks, [sys.executable, *command])
 

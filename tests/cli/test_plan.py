@@ -185,3 +185,28 @@ def test_what_does_not_fit_is_said(capfd: pytest.CaptureFixture[str], tmp_path):
     assert_refused(done, "no plan fits into 2.00 GiB", "fullest rank", "stage 0", "optimizer 1.0")
     assert re.search(r"needs 2\.\d\d GiB, \S+ (GiB|MiB) too much", done.err)
     assert done.err.endswith("try: 2 nodes\n")
+
+
+def test_a_model_function_is_found_in_the_current_directory(tmp_path):
+    (tmp_path / "here.py").write_text(
+        "import torch\n"
+        "class Model(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.inner = torch.nn.Linear(8, 8)\n"
+        "    def forward(self, x):\n"
+        "        return self.inner(x).square().mean()\n"
+        "def make():\n"
+        "    return Model(), {'x': torch.zeros(2, 8)}\n"
+    )
+    script = Path(sys.executable).with_name("autopar")  # unlike -m, it does not look there itself
+    options = ["--cluster", "cpu-local", "--gpus-per-node", "1", "--global-batch-size", "2"]
+    done = subprocess.run(
+        [script, "plan", "here:make", *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "here:make" in done.stdout
