@@ -15,8 +15,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.flat import FlatGraph, argument, emit, refuse, remove_dead_code, replace
-from autopar.ir.graph import Size, TensorInfo, info, set_info
+from autopar.capture.flat import (
+    FlatGraph,
+    argument,
+    emit,
+    is_random,
+    refuse,
+    remove_dead_code,
+    replace,
+)
+from autopar.ir.graph import NodeInfo, Role, Size, TensorInfo, info, set_info
+from autopar.ir.rules.registry import has_rule
 from autopar.ir.shapes import with_shape, writes_shape
 
 _aten = torch.ops.aten
@@ -26,7 +35,8 @@ def clean(flat: FlatGraph) -> None:
     """Bring the exported graph into the form above, and mark what gradients flow through.
 
     Raises:
-        CaptureError: The model computes with its batch size.
+        CaptureError: The model computes with its batch size, or draws random numbers for all
+            sequences together.
     """
     for node in flat.calls():
         if node.target in _CHECKS:
@@ -36,6 +46,12 @@ def clean(flat: FlatGraph) -> None:
             continue
         _mark_gradient(node)
         _drop_device(node)
+        if is_random(node) and not (node.all_input_nodes and has_rule(node)):
+            raise refuse(
+                node,
+                "the model draws random numbers in a way that ranks cannot agree on",
+                "draw them like a tensor of the batch: torch.rand_like(x), or use nn.Dropout",
+            )
         if node.target in _REWRITES:
             _REWRITES[node.target](node)
         elif writes_shape(node.target):
@@ -75,6 +91,34 @@ _NO_GRADIENT = {
 }
 
 
+def freeze_unreached(flat: FlatGraph) -> None:
+    """Parameters that no gradient of the loss reaches (what follows them is detached) are not
+    trained: an optimizer leaves them as they are, without weight decay.
+    """
+    reached: set[fx.Node] = set()
+    pending = [flat.results[0]]
+    while pending:
+        node = pending.pop()
+        if node in reached or not any(tensor.requires_grad for tensor in info(node).tensors):
+            continue
+        reached.add(node)
+        if node.target not in _NO_GRADIENT:
+            pending += node.all_input_nodes
+    frozen = {
+        value.name: node
+        for node, value in flat.bindings.items()
+        if value.role is Role.PARAMETER and node not in reached
+    }
+    flat.parameters = {
+        name: with_fields(parameter, requires_grad=False) if name in frozen else parameter
+        for name, parameter in flat.parameters.items()
+    }
+    for node in frozen.values():
+        set_info(node, NodeInfo(tensors=(with_fields(_tensor(node), requires_grad=False),)))
+    for node in flat.calls():
+        _mark_gradient(node)
+
+
 def _mark_gradient(node: fx.Node) -> None:
     """A result requires a gradient if it is float and computed from something that does."""
     flows = node.target not in _NO_GRADIENT and any(
@@ -83,10 +127,10 @@ def _mark_gradient(node: fx.Node) -> None:
         if _has_info(source)
         for tensor in info(source).tensors
     )
-    if flows:
-        facts = info(node)
+    facts = info(node)
+    if flows or any(tensor.requires_grad for tensor in facts.tensors):
         tensors = tuple(
-            with_fields(tensor, requires_grad=tensor.dtype.is_floating_point)
+            with_fields(tensor, requires_grad=flows and tensor.dtype.is_floating_point)
             for tensor in facts.tensors
         )
         set_info(node, with_fields(facts, tensors=tensors))
@@ -133,6 +177,18 @@ def _drop_detach(node: fx.Node) -> None:
 def _drop_dropout(node: fx.Node) -> None:
     if argument(node, 1, "p", 0.5) == 0 or not argument(node, 2, "train", True):
         _drop(node)
+
+
+def _drop_empty(node: fx.Node) -> None:
+    """A concatenation of what has entries; of a single one, nothing to do."""
+    given = node.args[0]
+    assert isinstance(given, list | tuple)
+    tensors = [tensor for tensor in given if isinstance(tensor, fx.Node)]
+    kept = [tensor for tensor in tensors if 0 not in _shape(tensor)]
+    if len(kept) == 1 and _same(node, kept[0]):
+        replace(node, kept[0])
+    elif 0 < len(kept) < len(tensors):
+        node.args = (kept, *node.args[1:])
 
 
 def _normalize_slice(node: fx.Node) -> None:
@@ -325,6 +381,8 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     _aten.detach_.default: _drop_detach,
     _aten.dropout.default: _drop_dropout,
     _aten.feature_dropout.default: _drop_dropout,
+    _aten.cat.default: _drop_empty,
+    _aten.concat.default: _drop_empty,
     _aten.slice.Tensor: _normalize_slice,
     _aten.to.dtype: _normalize_cast,
     _aten.to.dtype_layout: _normalize_cast,

@@ -16,9 +16,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.flat import FlatGraph, refuse, source_of
+from autopar.capture.forbidden import (
+    GRADIENT_HOOKS,
+    Changes,
+    hooked,
+    refuse_gradient_hooks,
+    watched,
+)
 from autopar.capture.inline import inline
 from autopar.capture.meta import MetaClone, clone_to_meta
 from autopar.capture.once import NotClosedError, Once
@@ -52,19 +60,48 @@ def export_graph(
     of 2.
 
     Raises:
-        CaptureError: The model has data-dependent control flow, depends on the batch size, or is
-            beyond export.
+        CaptureError: The model has data-dependent control flow, depends on the batch size, changes
+            gradients or itself behind the graph's back, or is beyond export.
     """
+    refuse_gradient_hooks(model)
     for trace_once in (True, False):
         clone = clone_to_meta(model, compute_dtype)
         wrapped = _WithLoss(clone.module, loss_fn, tuple(inputs))
         once = Once(wrapped) if trace_once else None
         program = _export(wrapped, once, inputs, compute_dtype)
+        if wrapped.changes.found:
+            _refuse_changing(model, inputs, loss_fn, compute_dtype)
         try:
             return _flatten(program, clone, once, tuple(inputs))
         except NotClosedError:
             _log.info("%s: a repeated module is not closed; tracing in full", type(model).__name__)
     raise AssertionError("a model traced in full has no marks")
+
+
+def _refuse_changing(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    loss_fn: LossFn | None,
+    compute_dtype: torch.dtype,
+) -> None:
+    """Raise if forward changes its attributes at its second call too: what is kept is harmless,
+    what is counted is not.
+    """
+    wrapped = _WithLoss(clone_to_meta(model, compute_dtype).module, loss_fn, tuple(inputs))
+    try:
+        with _computing_in(compute_dtype), torch.no_grad():
+            wrapped(dict(inputs))
+            wrapped.changes.found.clear()
+            wrapped(dict(inputs))
+    except Exception as error:  # some models can be exported, but do not run on the meta device
+        _log.info("%s: cannot tell whether it changes: %s", type(model).__name__, error)
+        return
+    for path, where in wrapped.changes.found.items():
+        raise CaptureError(
+            f"forward changes attribute {path} at every call",
+            where=where,
+            hint="pass what changes as an input, one value for each sequence",
+        )
 
 
 def _flatten(
@@ -89,6 +126,7 @@ class _WithLoss(nn.Module):
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
+        self.changes = Changes()
         accepted = inspect.signature(model.forward).parameters
         anything = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
         self.passed = tuple(
@@ -102,8 +140,9 @@ class _WithLoss(nn.Module):
             )
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        output = self.model(**{name: batch[name] for name in self.passed})
-        loss = _find_loss(output) if self.loss_fn is None else self.loss_fn(output, batch)
+        with watched(self.model, self.changes):
+            output = self.model(**{name: batch[name] for name in self.passed})
+            loss = _find_loss(output) if self.loss_fn is None else self.loss_fn(output, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             by = "loss_fn" if self.loss_fn else f"{type(self.model).__name__}.forward"
             raise CaptureError(
@@ -129,10 +168,11 @@ def _find_loss(output: Any) -> Any:
 
 
 class _Calls(TorchFunctionMode):
-    """Changes two kinds of calls while a model is traced.
+    """Changes some calls while a model is traced, and refuses hooks on gradients.
 
     ``torch.tensor`` makes literals on the CPU first, so that their values are known. When computing
-    in float64, casts to float32 inside the model become casts to float64.
+    in float64, casts to float32 inside the model become casts to float64. The losses of single
+    tokens get a dim more: without it torch takes them for a scalar where the batch is a symbol.
     """
 
     def __init__(self, compute_dtype: torch.dtype) -> None:
@@ -148,9 +188,22 @@ class _Calls(TorchFunctionMode):
                 return args[0].to(torch.float64)
             args = tuple(_widened(value) for value in args)
             kwargs = {key: _widened(value) for key, value in kwargs.items()}
+        if func in GRADIENT_HOOKS:
+            raise hooked("a tensor", "forward")
+        if func in _TOKEN_LOSSES and _reduction(args, kwargs) == "none" and args[0].dim() == 2:
+            wide = (tensor.unsqueeze(-1) for tensor in args[:2])
+            return func(*wide, *args[2:], **kwargs).squeeze(-1)
         if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "meta":
             return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
         return func(*args, **kwargs)
+
+
+_TOKEN_LOSSES = (functional.cross_entropy, functional.nll_loss)
+
+
+def _reduction(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    position = 6
+    return args[position] if len(args) > position else kwargs.get("reduction", "mean")
 
 
 def _widened(value: object) -> object:

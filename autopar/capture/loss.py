@@ -35,7 +35,13 @@ def normalize_loss(flat: FlatGraph) -> LossKind:
         return LossKind.MICRO_BATCH_MEAN
     total, count = found
     for factor in reversed(factors):
-        total = emit(flat.graph, loss, factor.target, (total, *factor.args[1:]))
+        dtype = info(total).tensor.dtype
+        if factor.target is _aten.to.dtype:
+            cast = info(factor).tensor.dtype
+            if dtype == cast or torch.promote_types(dtype, cast) != cast:
+                continue  # sums stay as wide as they are
+            dtype = cast
+        total = emit(flat.graph, loss, factor.target, (total, *factor.args[1:]), dtype=dtype)
     flat.graph.output_node().args = ((total, count),)
     remove_dead_code(flat)
     return LossKind.TOKEN_SUM

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from autopar.capture.clean import clean
+from autopar.capture.clean import clean, freeze_unreached
 from autopar.capture.constants import fold_constants
 from autopar.capture.export import export_graph
 from autopar.capture.fingerprint import fingerprint
@@ -39,7 +39,7 @@ def capture(
         example_inputs: As ``forward`` takes them, batch first. With ``loss_fn``, inputs that
             ``forward`` does not take go to the loss alone.
         loss_fn: Gives a scalar.
-        compute_dtype: What floats are computed in: float32, bfloat16 or float64.
+        compute_dtype: What floats are computed in, inputs included: float32, bfloat16 or float64.
         name: Of the model; the class by default.
 
     Raises:
@@ -48,11 +48,15 @@ def capture(
     """
     if compute_dtype not in COMPUTE_DTYPES:
         raise InputError(f"compute_dtype {compute_dtype} is none of {COMPUTE_DTYPES}")
-    inputs = meta_inputs(named_inputs(model, example_inputs))
+    inputs = {
+        name: value.to(compute_dtype) if value.is_floating_point() else value
+        for name, value in meta_inputs(named_inputs(model, example_inputs)).items()
+    }
     flat = export_graph(model, inputs, loss_fn, compute_dtype)
     clean(flat)
     simplify_masks(flat)  # before folding: a mask is large, and most are never needed
     fold_constants(flat)
+    freeze_unreached(flat)
     loss_kind = normalize_loss(flat)
     folded = fold(flat)
     return ModelGraph(

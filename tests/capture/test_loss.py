@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import pytest
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopar.capture import capture
-from autopar.ir.graph import LossKind
+from autopar.capture import capture, run_reference
+from autopar.ir.graph import LossKind, info
 from tests.capture.helpers import assert_same_training
 from tests.models import VOCAB, tiny_transformer
 
@@ -50,6 +51,19 @@ def summed(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
 
 
+def weighted(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    targets = batch["targets"]
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return losses.view(targets.shape).mean(-1).sum()
+
+
+def weighted_nll(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    targets = batch["targets"]
+    logarithms = F.log_softmax(logits, -1).flatten(0, 1)
+    losses = F.nll_loss(logarithms, targets.flatten(), reduction="none")
+    return losses.view(targets.shape).mean(-1).sum()
+
+
 def smoothed(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), label_smoothing=0.1)
 
@@ -59,7 +73,7 @@ def with_penalty(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     return mean + 0.01 * logits.square().mean()
 
 
-@pytest.mark.parametrize("loss_fn", [summed, smoothed, with_penalty])
+@pytest.mark.parametrize("loss_fn", [summed, weighted, weighted_nll, smoothed, with_penalty])
 def test_other_losses_belong_to_the_micro_batch(loss_fn: Loss) -> None:
     model, batch, _ = tiny_transformer(layers=1)
     graph = assert_same_training(model, batch, loss_fn, tolerance=1e-5)
@@ -73,3 +87,14 @@ def test_logits_are_not_flattened() -> None:
     epilogue = graph.kind_of(graph.blocks[-1])
     calls = [str(node.target) for node in epilogue.graph.nodes if node.op == "call_function"]
     assert "aten.reshape.default" not in calls
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_sums_over_tokens_are_as_wide_as_their_facts_say(dtype: torch.dtype) -> None:
+    model, batch, _ = tiny_transformer(layers=1)
+    batch["targets"] = batch["targets"].clamp_min(0)
+    graph = capture(model, batch, loss_fn=scaled, compute_dtype=dtype)
+    block, output = graph.producer(graph.loss)
+    facts = info(graph.kind_of(graph.blocks[block]).outputs[output]).tensor
+    total, _ = run_reference(graph, dict(model.named_parameters()), batch)
+    assert total.dtype is facts.dtype is torch.promote_types(dtype, torch.float32)

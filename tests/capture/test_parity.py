@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from autopar.capture import capture, run_reference
+from autopar.ir.errors import CaptureError
 from autopar.ir.graph import LossKind, info
 from tests.capture.helpers import assert_same_training, captured, eager, targets
 from tests.models import tiny_gpt2, tiny_llama, tiny_transformer
@@ -183,3 +185,102 @@ def test_literals_and_in_place_ops_on_results() -> None:
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(gradients["gate.weight"], model.gate.weight.grad)
+
+
+class _PartlyDetached(nn.Module):
+    """One parameter reaches the loss detached only, one without gradients, one not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = nn.Linear(8, 8)
+        self.detached = nn.Parameter(torch.ones(8))
+        self.without = nn.Parameter(torch.ones(8))
+        self.both = nn.Parameter(torch.ones(8))
+        self.unused = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.detached.detach() + self.both.detach()
+        with torch.no_grad():
+            x = x + self.without.exp()
+        return (self.trained(x) * self.both).mean()
+
+
+def test_parameters_that_no_gradient_reaches_are_not_trained() -> None:
+    """Eager gives them no gradient, so that an optimizer does not decay them either."""
+    model = _PartlyDetached()
+    x = torch.randn(2, 4, 8)
+    graph = capture(model, (x,))
+    trained = {name for name, parameter in graph.parameters.items() if parameter.requires_grad}
+    assert trained == {"trained.weight", "trained.bias", "both", "unused"}
+    _, gradients = captured(graph, model, {"x": x})
+    model(x).backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (name not in gradients), name
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+class _FloatInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+def test_float_inputs_are_taken_in_the_compute_type() -> None:
+    model = _FloatInput()
+    batch = {"x": torch.randn(2, 8), "y": torch.randn(2, 3), "mask": torch.ones(2, 3).bool()}
+    for dtype in (torch.float64, torch.bfloat16):
+        graph = capture(
+            model,
+            batch,
+            loss_fn=lambda output, b: torch.nn.functional.mse_loss(output * b["mask"], b["y"]),
+            compute_dtype=dtype,
+        )
+        assert [given.dtype for given in graph.inputs.values()] == [dtype, dtype, torch.bool]
+
+
+class _Draws(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        if self.how == "like":
+            return (x * torch.bernoulli(torch.ones_like(x[:, :1]))).mean()
+        if self.how == "size":
+            return (x + torch.randn(8, device=x.device)).mean()
+        return (x * torch.multinomial(x.detach()[:, 0].softmax(-1), 1).unsqueeze(-1)).mean()
+
+
+def test_random_numbers_are_drawn_for_each_sequence() -> None:
+    x = torch.randn(2, 4, 8)
+    assert "aten.bernoulli.default" in targets(capture(_Draws("like"), (x,)))
+    for how in ("size", "multinomial"):
+        with pytest.raises(CaptureError, match="in a way that ranks cannot agree on"):
+            capture(_Draws(how), (x,))
+
+
+class _EmptySlice(nn.Module):
+    """As Phi-3 rotates all features of a head: the rest is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return torch.cat([x[..., :8].sin(), x[..., 8:]], dim=-1).mean()
+
+
+def test_nothing_is_concatenated_to_nothing() -> None:
+    model = _EmptySlice()
+    x = torch.randn(2, 4, 8)
+    graph = capture(model, (x,))
+    assert "aten.cat.default" not in targets(graph)
+    torch.testing.assert_close(captured(graph, model, {"x": x})[0], model(x).detach())
