@@ -45,6 +45,7 @@ def vocab_embedding(weight: Tensor, ids: Tensor, axis: AxisGroup, padding_idx: i
     One rank knows each row. The row ``padding_idx``, if it is not negative, gets no gradient.
     """
     rows = weight.shape[0]
+    _require_below(ids, rows * axis.size)
     local = ids - axis.rank * rows
     foreign = (local < 0) | (local >= rows)
     padding = padding_idx - axis.rank * rows
@@ -63,6 +64,8 @@ def vocab_token_loss(
 
     No logits are gathered. The results are ``I`` on the axis.
     """
+    valid = targets.masked_fill(targets == ignore_index, 0)
+    _require_below(valid, logits.shape[-1] * axis.size)
     loss: Tensor = _VocabTokenLoss.apply(logits, targets, axis, ignore_index)
     return loss, (targets != ignore_index).sum().to(sum_dtype(logits.dtype))
 
@@ -94,6 +97,14 @@ class _VocabTokenLoss(torch.autograd.Function):
         logits_gradient = softmax.scatter_add(-1, local.unsqueeze(-1), -hit)
         logits_gradient.mul_(valid.unsqueeze(-1)).mul_(gradient)
         return logits_gradient, None, None, None
+
+
+def _require_below(ids: Tensor, size: int) -> None:
+    """Fail as an unsplit table does, on the device where it can: otherwise no rank would know the
+    id, and its row would be zeros.
+    """
+    message = f"an id is negative or not below {size}"
+    torch._assert_async(((ids >= 0) & (ids < size)).all(), message)  # pyright: ignore[reportPrivateUsage]
 
 
 def partial_mean(
@@ -155,7 +166,8 @@ def attention_with_dropout(
         scores = scores.masked_fill(~attn_mask, -torch.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    weights = scores.softmax(-1)
+    blind = (scores == -torch.inf).all(-1, keepdim=True)  # gets zeros, as fused kernels have it
+    weights = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
     if axis is None or not parse_state(state).is_sharded:
         return dropout(weights, dropout_p) @ value
     return sharded_dropout(weights, dropout_p, axis, state) @ value

@@ -218,6 +218,12 @@ def _dropout(source: Source) -> Sample:
     return _call("dropout", source.floats(*source.shape(1, 3)), 0.4, source.flag())
 
 
+@sample("bernoulli")
+def _bernoulli(source: Source) -> Sample:
+    """Probabilities of 0 and 1: the draw is known."""
+    return _call("bernoulli", source.booleans(*source.shape(1, 3)).double())
+
+
 # --- products ------------------------------------------------------------------------------------
 
 

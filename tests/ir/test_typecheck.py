@@ -19,6 +19,7 @@ from autopar.ir.graph import (
     LossKind,
     ModelGraph,
     Role,
+    Size,
     ValueId,
     activation,
 )
@@ -197,6 +198,22 @@ def test_dropout_is_sharded_on_the_data_axis() -> None:
     )
     assert [str(option) for option in data] == ["S(0) -> S(0)", "S(1) -> S(1)"]
     assert {"I -> I", "R -> R", "P -> P"} <= {str(option) for option in tensor}
+
+
+def random_options(shape: tuple[Size, ...], axis: str) -> list[str]:
+    build = KindBuilder()
+    x = build.placeholder("x", shape, role=Role.ACTIVATION)
+    kind = build.build("random", [build.call(_aten.bernoulli.default, x)])
+    found = kind_options(kind, axis=axis, axis_size=2, batch=4)
+    return [str(option) for option in found["bernoulli_default"]]
+
+
+def test_random_numbers_are_drawn_for_shards_on_the_data_axis_only() -> None:
+    """Its ranks draw different ones, those of the tensor axis the same."""
+    assert random_options((BATCH, 4), "dp") == ["S(0) -> S(0)"]
+    assert random_options((BATCH, 4), "tp") == ["I -> I", "R -> R"]
+    with pytest.raises(PlacementError, match="draws random numbers that 2 ranks of axis dp"):
+        random_options((1, 4), "dp")
 
 
 def model(

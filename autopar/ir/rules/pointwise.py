@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 
 from autopar.ir.rules.call import Call
 from autopar.ir.rules.core import Rule
+from autopar.ir.rules.reduction import plain_dims
 from autopar.ir.rules.registry import register
 
 _aten = torch.ops.aten
@@ -123,3 +124,27 @@ def _triangle(node: fx.Node) -> Rule:
 def _dropout(node: fx.Node) -> Rule:
     train = Call(node).argument("train")
     return pointwise_rule(node, (("input",),), helper="dropout" if train else None)
+
+
+@register(
+    _aten.rand_like,
+    _aten.randn_like,
+    _aten.randint_like,
+    _aten.bernoulli,
+    _aten.uniform,
+    _aten.normal_functional,
+    _aten.exponential,
+    _aten.alpha_dropout,
+    _aten.feature_dropout,
+    _aten.feature_alpha_dropout,
+    _aten.rrelu,
+)
+def _sampled(node: fx.Node) -> Rule | None:
+    """Random numbers for every sequence by itself: dim 0 may be split (on the data axis only, see
+    the type checker). ``feature_dropout`` draws one number for the whole of a channel.
+    """
+    call = Call(node)
+    if len(call.operands) != 1 or call.operands[0].shape != call.results[0].shape:
+        return None
+    dims, sizes = plain_dims(call, range(1, len(call.results[0].shape)))
+    return call.rule({call.tensor_names[0]: dims}, [dims], sizes)

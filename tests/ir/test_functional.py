@@ -1,0 +1,49 @@
+"""Functions of graphs at their edges: queries that see no key, ids that no rank has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from autopar.ir.functional import attention_with_dropout, vocab_embedding, vocab_token_loss
+from autopar.runtime.threads import run_ranks, thread_groups
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float64])
+def test_a_query_that_sees_no_key_gets_zeros(kind: torch.dtype) -> None:
+    """As the fused kernels have it; the first two positions of the second sequence are padding."""
+    visible = torch.ones(2, 1, 4, 4, dtype=torch.bool).tril()
+    visible[1, :, :, :2] = False
+    mask = visible
+    if kind is not torch.bool:
+        mask = torch.zeros(visible.shape, dtype=kind).masked_fill(~visible, -torch.inf)
+    query, key, value = torch.randn(3, 2, 3, 4, 8, dtype=torch.float64)
+    inputs = tuple(tensor.requires_grad_() for tensor in (query, key, value))
+
+    def gradients(out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out.square().sum(), inputs)
+
+    found = attention_with_dropout(query, key, value, 0.0, attn_mask=mask)
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    torch.testing.assert_close(found, expected)
+    assert not found[1, :, :2].any()
+    for gradient, right in zip(gradients(found), gradients(expected), strict=True):
+        torch.testing.assert_close(gradient, right)
+
+
+@pytest.mark.parametrize("wrong", [-1, 8])
+def test_an_id_that_no_rank_has_is_an_error(wrong: int) -> None:
+    groups = thread_groups("tp", 2)
+    ids, weight = torch.tensor([0, wrong]), torch.randn(4, 3)
+
+    def embed(rank: int) -> Tensor:
+        return vocab_embedding(weight, ids, groups[rank])
+
+    def loss(rank: int) -> Tensor:
+        return vocab_token_loss(torch.randn(2, 4), ids, groups[rank])[0]
+
+    for function in (embed, loss):
+        with pytest.raises(RuntimeError, match="not below 8"):
+            run_ranks(2, function, meetings=[groups[0].meeting])
