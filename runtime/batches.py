@@ -34,8 +34,11 @@ class BatchSlicer:
     def input(
         self, name: str, micro_batch: int, batch: Mapping[str, Tensor], *, local: bool
     ) -> Tensor:
-        """This rank's part of an input for a micro-batch, on its device."""
-        tensor = batch[name]
+        """This rank's part of an input for a micro-batch, on its device, in the captured type."""
+        part = self._part(name, micro_batch, batch[name], local=local)
+        return part.to(self._model.inputs[name].dtype)
+
+    def _part(self, name: str, micro_batch: int, tensor: Tensor, *, local: bool) -> Tensor:
         placement = self._program.values[ValueId(Role.INPUT, name)].placement
         info = self._model.inputs[name]
         if not (info.shape and info.shape[0] == BATCH):
@@ -56,16 +59,33 @@ class BatchSlicer:
         return self._shards(self._model.constants[name], placement)
 
     def check(self, batch: Mapping[str, Tensor], *, local: bool) -> None:
-        """Check names and numbers of rows.
+        """Check names, types and shapes.
 
         Raises:
-            InputError: an input is missing or has another number of sequences than the plan.
+            InputError: an input is missing, is no tensor, or does not fit the plan.
         """
+        if not isinstance(batch, Mapping):
+            raise InputError(
+                f"the batch is a {type(batch).__name__}, not a dict of tensors by name"
+            )
         expected = self._batch.global_batch_size // (self._mesh.dp if local else 1)
         for name, info in self._model.inputs.items():
             if name not in batch:
                 raise InputError(f"input {name} is missing in the batch")
-            tensor = batch[name]
+            tensor: object = batch[name]
+            if not isinstance(tensor, Tensor):
+                raise InputError(
+                    f"input {name} is a {type(tensor).__name__}", hint="give tensors, batch first"
+                )
+            if _kind(tensor.dtype) != _kind(info.dtype):
+                raise InputError(
+                    f"input {name} is {tensor.dtype}, but was captured as {info.dtype}"
+                )
+            if tensor.dim() != len(info.shape):
+                raise InputError(
+                    f"input {name} has shape {tuple(tensor.shape)}, but was captured with "
+                    f"{len(info.shape)} dims"
+                )
             if info.shape and info.shape[0] == BATCH and tensor.shape[0] != expected:
                 raise InputError(
                     f"input {name} has {tensor.shape[0]} sequences, the plan {expected}",
@@ -88,3 +108,10 @@ class BatchSlicer:
             if state.is_sharded:
                 tensor = take_shard(tensor, state, self._at[axis], self._mesh.size(axis))
         return tensor.to(self._device).contiguous()
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """What a type may be cast to: floats to floats, integers to integers."""
+    if dtype == torch.bool:
+        return "bool"
+    return "float" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,12 +22,13 @@ StoredTensors = Mapping[str, TensorStorageMetadata]
 
 def write_together(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write the tensors of all processes, each of which passes its own."""
-    dcp.save(dict(tensors), checkpoint_id=path)
+    with _written(path):
+        dcp.save(dict(tensors), checkpoint_id=path)
 
 
 def write_alone(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write all tensors from this process."""
-    with _alone():
+    with _alone(), _written(path):
         dcp.save(dict(tensors), checkpoint_id=path, no_dist=True)
 
 
@@ -38,7 +40,7 @@ def stored_tensors(path: Path) -> StoredTensors:
     """
     try:
         metadata = dcp.FileSystemReader(path).read_metadata()
-    except (OSError, CheckpointException) as error:
+    except (OSError, EOFError, ValueError, UnpicklingError, CheckpointException) as error:
         raise InputError(f"cannot read a checkpoint: {error}", where=str(path)) from None
     return {
         key: value
@@ -48,11 +50,33 @@ def stored_tensors(path: Path) -> StoredTensors:
 
 
 def read_tensor(path: Path, key: str, stored: StoredTensors) -> Tensor:
-    """One tensor, on the CPU."""
+    """One tensor, on the CPU.
+
+    Raises:
+        InputError: a file is missing or damaged.
+    """
     tensor = torch.empty(stored[key].size, dtype=stored[key].properties.dtype)
-    with _alone():
-        dcp.load({key: tensor}, checkpoint_id=path, no_dist=True)
+    try:
+        with _alone():
+            dcp.load({key: tensor}, checkpoint_id=path, no_dist=True)
+    except CheckpointException as error:
+        raise InputError(f"cannot read {key}: {_cause(error)}", where=str(path)) from None
     return tensor
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointException as error:
+        raise InputError(f"cannot write a checkpoint: {_cause(error)}", where=str(path)) from None
+
+
+def _cause(error: CheckpointException) -> str:
+    """What went wrong on the first rank that failed."""
+    for failed, _ in error.failures.values():
+        return f"{type(failed).__name__}: {failed}"
+    return str(error)
 
 
 _filters = threading.Lock()  # warning filters belong to the process, and ranks may be threads

@@ -23,7 +23,11 @@ from autopar.ir.schedules import make_schedule
 from autopar.runtime import state
 from autopar.runtime.batches import BatchSlicer
 from autopar.runtime.communicator import WORLD_AXIS, CommunicationError, Communicator
-from autopar.runtime.optimizers import OptimizerFactory, optimizer_factory
+from autopar.runtime.optimizers import (
+    OptimizerFactory,
+    optimizer_factory,
+    require_elementwise,
+)
 from autopar.runtime.parameter_store import ParameterStore, parameter_stages
 from autopar.runtime.random_state import step_random_state
 from autopar.runtime.segment_runner import SegmentRunner, failing_op
@@ -113,7 +117,7 @@ class Engine:
         }
         factory = optimizer or optimizer_factory(plan.training)
         trained = [p for p in self.store.parameters.values() if p.requires_grad]
-        self.optimizer = factory(trained) if trained else None
+        self.optimizer = require_elementwise(factory(trained)) if trained else None
         self._is_loaded = torch.empty(0, device=communicator.device).is_meta
         self._state = StepState()
         self._batch: Mapping[str, Tensor] = {}
@@ -355,8 +359,9 @@ class Engine:
         self.store.scale_gradients(1 / weight)
         if self.keep_gradients:
             self.store.keep_gradients()
-        if limit is not None and not grad_norm <= limit:
-            self.store.scale_gradients(min(1.0, limit / (grad_norm + _CLIP_EPS)))
+        factor = 1.0 if limit is None else limit / (grad_norm + _CLIP_EPS)
+        if not factor >= 1:  # also where the norm is not a number, as torch has it
+            self.store.scale_gradients(factor)
         if self.optimizer is not None:
             self.optimizer.step()
         self.store.drop_gradients()

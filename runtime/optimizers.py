@@ -7,10 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from autopar.ir.errors import InputError
 from autopar.ir.plan import TrainingPlan
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Makes an optimizer of this rank's shards (which keep the number of dims of their parameters)."""
+"""Makes an optimizer of this rank's shards (which keep the number of dims of their parameters).
+
+It has to update every element by itself: norms and factors of a shard are not those of a parameter.
+"""
 
 
 def optimizer_factory(training: TrainingPlan) -> OptimizerFactory:
@@ -33,3 +37,22 @@ def optimizer_factory(training: TrainingPlan) -> OptimizerFactory:
         )
 
     return make
+
+
+_WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon")
+"""Optimizers of torch whose update of an element depends on others."""
+
+
+def require_elementwise(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer, if it can work on shards.
+
+    Raises:
+        InputError: it is known to need whole tensors.
+    """
+    for kind in type(optimizer).__mro__:
+        if kind.__module__.startswith("torch.optim") and kind.__name__ in _WHOLE_TENSORS:
+            raise InputError(
+                f"{kind.__name__} works on whole parameters, but ranks hold shards of them",
+                hint="use an optimizer that updates every element by itself, such as AdamW",
+            )
+    return optimizer

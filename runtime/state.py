@@ -16,7 +16,7 @@ from torch import Tensor
 from autopar.ir.errors import InputError
 from autopar.ir.graph import ModelGraph
 from autopar.ir.mesh import DATA_AXIS, PIPELINE_AXIS, SHARD_AXIS, TENSOR_AXIS
-from autopar.runtime.checkpoint_files import read_tensor, stored_tensors
+from autopar.runtime.checkpoint_files import StoredTensors, read_tensor, stored_tensors
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.parameter_layout import ParameterLayout
 from autopar.runtime.parameter_store import ParameterStore
@@ -117,14 +117,13 @@ def load(
     at a time.
     """
     stored = stored_tensors(path)
+    _check_names(store, stored, path)
     for name, layout in store.layouts.items():
         parameter = store.parameters[name]
         keys = [f"parameters/{name}"]
         if optimizer is not None and parameter.requires_grad:
             keys += [k for k in stored if k.startswith("optimizer/") and _owner(k) == name]
         for key in keys:
-            if key not in stored:
-                raise InputError(f"the checkpoint has no parameter {name}", where=str(path))
             whole = read_tensor(path, key, stored)
             if key.startswith("parameters/"):
                 _fill(parameter, whole, layout, communicator)
@@ -138,6 +137,21 @@ def load(
             else:
                 state[_state_key(key)] = whole
     return int(read_tensor(path, _STEPS, stored).item())
+
+
+def _check_names(store: ParameterStore, stored: StoredTensors, path: Path) -> None:
+    """The checkpoint has exactly the parameters of all stages."""
+    prefix = "parameters/"
+    found = {key.removeprefix(prefix) for key in stored if key.startswith(prefix)}
+    missing, unknown = store.stages.keys() - found, found - store.stages.keys()
+    if missing or unknown or _STEPS not in stored:
+        what = [f"has no parameter {name}" for name in sorted(missing)[:1]]
+        what += [f"has parameter {name}, the model has not" for name in sorted(unknown)[:1]]
+        raise InputError(
+            "the checkpoint " + (" and ".join(what) or "has no number of steps"),
+            where=str(path),
+            hint="it belongs to another model",
+        )
 
 
 def _fill(

@@ -12,7 +12,7 @@ from autopar.runtime.communicator import Communicator
 from autopar.runtime.threads import run_mesh
 from tests.runtime.cases import Setup, expected_of, make_batch
 from tests.runtime.harness import make_engine
-from tests.runtime.test_engine import make_engine_once
+from tests.runtime.test_engine import alone, make_engine_once
 
 WRITERS = [
     Setup(name="gpt2", mesh=Mesh(pp=2, dp_shard=2), zero_stage=3, precision="float64"),
@@ -62,3 +62,32 @@ def test_a_missing_checkpoint_is_an_error(tmp_path: Path):
     engine = run_mesh(Mesh(), lambda communicator: make_engine(setup, communicator))[0]
     with pytest.raises(InputError, match="cannot read a checkpoint"):
         engine.load(tmp_path / "nothing")
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path):
+    """Also where it has more than the model."""
+    deep, shallow = alone(Setup(layers=3)), alone(Setup(layers=2))
+    deep.save(tmp_path / "deep")
+    shallow.save(tmp_path / "shallow")
+    with pytest.raises(InputError, match=r"has parameter model\.layers\.2\..*, the model has not"):
+        shallow.load(tmp_path / "deep")
+    with pytest.raises(InputError, match=r"has no parameter model\.layers\.2\."):
+        deep.load(tmp_path / "shallow")
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path):
+    engine = alone(Setup())
+    engine.save(tmp_path)
+    (data,) = tmp_path.glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:1000])
+    with pytest.raises(InputError, match="cannot read parameters/"):
+        engine.load(tmp_path)
+    data.unlink()
+    with pytest.raises(InputError, match=r"cannot read parameters/.*No such file"):
+        engine.load(tmp_path)
+    (tmp_path / ".metadata").write_bytes(b"damaged")
+    with pytest.raises(InputError, match="cannot read a checkpoint"):
+        engine.load(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot write a checkpoint"):
+        engine.save(tmp_path / "file")

@@ -109,6 +109,10 @@ def alone(setup: Setup, **options: object) -> Engine:
         (lambda b: {"input_ids": b["input_ids"]}, "labels is missing"),
         (lambda b: {k: v[:3] for k, v in b.items()}, "3 sequences"),
         (lambda b: {k: v[:, :5] for k, v in b.items()}, "shape"),
+        (lambda b: {**b, "labels": b["labels"][0, 0]}, "with 2 dims"),
+        (lambda b: {**b, "labels": b["labels"].float()}, "labels is torch.float32"),
+        (lambda b: {**b, "labels": b["labels"].tolist()}, "labels is a list"),
+        (lambda b: list(b.values()), "the batch is a list"),
         (lambda b: {**b, "labels": torch.full_like(b["labels"], -100)}, "no valid token"),
     ],
 )
@@ -116,6 +120,13 @@ def test_batches_that_do_not_fit_are_refused(change, message: str):
     engine = alone(Setup())
     with pytest.raises(InputError, match=message):
         engine.train_step(change(make_batch("llama", seed=0)))
+
+
+def test_integers_of_any_width_are_taken():
+    engine, other = alone(Setup()), alone(Setup())
+    batch = make_batch("llama", seed=0)
+    narrow = {name: tensor.int() for name, tensor in batch.items()}
+    assert engine.train_step(narrow).loss == other.train_step(batch).loss
 
 
 def test_parameters_must_be_loaded_whole():
@@ -141,6 +152,22 @@ def test_users_can_make_the_optimizer():
     first = engine.train_step(make_batch("llama", seed=0)).loss
     assert engine.train_step(make_batch("llama", seed=0)).loss < first
     assert made == [len(initial_parameters("llama", 2, "fp32"))]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS])
+def test_optimizers_that_need_whole_parameters_are_refused(kind: type[torch.optim.Optimizer]):
+    with pytest.raises(InputError, match=f"{kind.__name__} works on whole parameters"):
+        alone(Setup(), optimizer=kind)
+
+
+def test_a_gradient_that_is_no_number_spoils_the_step_as_it_does_in_torch():
+    engine = alone(Setup(max_grad_norm=1.0))
+    broken = engine.full_parameters()
+    broken["model.norm.weight"][0] = torch.nan
+    engine.load_parameters(broken)
+    result = engine.train_step(make_batch("llama", seed=0))
+    assert result.grad_norm != result.grad_norm
+    assert all(tensor.isnan().all() for tensor in engine.full_parameters().values())
 
 
 def test_gradient_clipping_limits_the_update():
