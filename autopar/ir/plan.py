@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -334,6 +335,26 @@ def _check_consistency(plan: Plan, where: str) -> None:
         if segment.first_block != expected or segment.last_block < segment.first_block:
             raise PlanFormatError(f"segment {index} does not continue the one before", where=where)
         expected = segment.last_block + 1
+    _check_settings(plan, where)
+
+
+def _check_settings(plan: Plan, where: str) -> None:
+    """Numbers with which every step would run, and be wrong."""
+    training = plan.training
+    ranges = {
+        "schedule.zero_stage": (plan.schedule.zero_stage, 0 <= plan.schedule.zero_stage <= 3),
+        "training.learning_rate": (training.learning_rate, 0 <= training.learning_rate < math.inf),
+        "training.weight_decay": (training.weight_decay, 0 <= training.weight_decay < math.inf),
+        "training.eps": (training.eps, 0 <= training.eps < math.inf),
+        "training.betas": (training.betas, all(0 <= beta < 1 for beta in training.betas)),
+        "training.max_grad_norm": (
+            training.max_grad_norm,
+            training.max_grad_norm is None or training.max_grad_norm > 0,
+        ),
+    }
+    for field, (value, is_possible) in ranges.items():
+        if not is_possible:
+            raise PlanFormatError(f"field {field}: {value} is out of range", where=where)
 
 
 def read_plan(path: str | Path) -> Plan:

@@ -1,0 +1,33 @@
+"""Settings of a plan that an edit made impossible are found where the plan is read."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from autopar.ir.errors import PlanFormatError
+from autopar.ir.plan import from_json, to_json
+from tests.runtime.cases import Setup, make_plan
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("training", "learning_rate", math.nan),
+        ("training", "learning_rate", -1.0),
+        ("training", "weight_decay", -0.1),
+        ("training", "eps", -1e-8),
+        ("training", "betas", [0.9, 1.0]),
+        ("training", "max_grad_norm", -1.0),  # would turn every gradient around
+        ("training", "max_grad_norm", 0.0),
+        ("schedule", "zero_stage", 4),
+    ],
+)
+def test_settings_out_of_range_are_refused(section: str, field: str, value: object) -> None:
+    document = json.loads(to_json(make_plan(Setup())))
+    assert from_json(json.dumps(document), where="here") == make_plan(Setup())
+    document[section][field] = value
+    with pytest.raises(PlanFormatError, match=f"field {section}.{field}: .* is out of range"):
+        from_json(json.dumps(document), where="here")
