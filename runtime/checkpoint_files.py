@@ -22,13 +22,13 @@ StoredTensors = Mapping[str, TensorStorageMetadata]
 
 def write_together(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write the tensors of all processes, each of which passes its own."""
-    with _written(path):
+    with _quietly(), _written(path):
         dcp.save(dict(tensors), checkpoint_id=path)
 
 
 def write_alone(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write all tensors from this process."""
-    with _alone(), _written(path):
+    with _quietly(), _written(path):
         dcp.save(dict(tensors), checkpoint_id=path, no_dist=True)
 
 
@@ -57,7 +57,7 @@ def read_tensor(path: Path, key: str, stored: StoredTensors) -> Tensor:
     """
     tensor = torch.empty(stored[key].size, dtype=stored[key].properties.dtype)
     try:
-        with _alone():
+        with _quietly():
             dcp.load({key: tensor}, checkpoint_id=path, no_dist=True)
     except CheckpointException as error:
         raise InputError(f"cannot read {key}: {_cause(error)}", where=str(path)) from None
@@ -83,8 +83,11 @@ _filters = threading.Lock()  # warning filters belong to the process, and ranks 
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Without the warning that one process reads or writes alone: that is what is meant."""
+def _quietly() -> Iterator[None]:
+    """Without the warnings that one process reads or writes alone, and that an older checkpoint is
+    overwritten: that is what is meant.
+    """
     with _filters, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
         yield

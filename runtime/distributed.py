@@ -125,8 +125,8 @@ class DistributedCommunicator:
             failed = self._watch.message is not None
             self._watch.stop()
             if not failed:
-                index = self.device.index
-                dist.barrier(device_ids=None if index is None else [index])
+                has_index = str(self.device) != self.device.type
+                dist.barrier(device_ids=[self.device.index] if has_index else None)
         self._destroy()
 
     def _destroy(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -14,6 +15,8 @@ from autopar.runtime.launch import is_launched, launch_store, timeout_from_envir
 
 _OK, _FAILED = "1", "0"
 _shared = itertools.count()
+_LINGER_S = 30.0
+_POLL_S = 0.05
 
 
 def num_launched() -> int:
@@ -43,11 +46,17 @@ def share_text(name: str, make: Callable[[], str]) -> str:
             text = make()
         except BaseException as error:
             shared.set("text", _FAILED + str(error))
+            _await_readers(shared, num_launched() - 1)
             raise
         shared.set("text", _OK + text)
         return text
     try:
         found: str = shared.get("text").decode()
+        shared.add("readers", 1)
+    except dist.DistNetworkError as error:
+        raise RankFailedError(
+            f"the first rank ended before it made a {name}: {error}", where=f"rank {rank}"
+        ) from None
     except dist.DistStoreError as error:
         raise RankFailedError(
             f"the first rank made no {name} within {timeout_s:.0f} s: {error}",
@@ -57,3 +66,10 @@ def share_text(name: str, make: Callable[[], str]) -> str:
     if found[:1] == _FAILED:
         raise AutoparError(f"the first rank has no {name}: {found[1:]}")
     return found[1:]
+
+
+def _await_readers(shared: dist.Store, num_readers: int) -> None:
+    """Let the others read why this rank fails: their store may end with it."""
+    deadline = time.monotonic() + _LINGER_S
+    while shared.add("readers", 0) < num_readers and time.monotonic() < deadline:
+        time.sleep(_POLL_S)

@@ -129,11 +129,17 @@ def test_every_rank_of_the_70b_plan_runs(llama_70b: Planned):
 
 
 def test_every_rank_of_a_layered_70b_pipeline_runs(llama_70b: Planned):
-    """Whatever wins above: messages between 8 stages, collectives of 8 tensor ranks, layered ZeRO-3.
+    """Whatever wins above: messages of 8 stages, collectives of 8 tensor ranks, layered ZeRO-3.
 
     The batch is small, so that a step has 4 micro-batches.
     """
-    pin = {"pp": 8, "tp": 8, "zero_stage": 3, "schedule": "layered", "micro_batch_size": 1}
+    pin: dict[str, int | str] = {
+        "pp": 8,
+        "tp": 8,
+        "zero_stage": 3,
+        "schedule": "layered",
+        "micro_batch_size": 1,
+    }
     planned = plan_model(
         "llama-3-70b", nodes=64, global_batch_size=32, model=llama_70b.model, pin=pin
     )

@@ -131,10 +131,10 @@ def compile(
     _check_ranks(cluster.num_gpus, "cluster")
     named: OptimizerName = "adamw"
     factory: OptimizerFactory | None = None
-    if isinstance(optimizer, str):
-        named = optimizer
-    else:
+    if callable(optimizer):
         factory = optimizer
+    else:
+        named = optimizer
     if plan is not None:
         if plan.cluster.fingerprint != cluster.fingerprint:
             raise ClusterError(
@@ -200,8 +200,17 @@ def _run_plan(
             where=plan.model.name,
             hint="plan again: the model, its shapes or its precision have changed",
         )
-    engine = Engine(lower_plan(graph, plan), graph, plan, connect(plan), optimizer=optimizer)
-    engine.load_parameters(_weights(source, plan.training.seed))
+    program, weights = lower_plan(graph, plan), _weights(source, plan.training.seed)
+    communicator = connect(plan)
+    try:
+        engine = Engine(program, graph, plan, communicator, optimizer=optimizer)
+        engine.load_parameters(weights)
+    except BaseException as error:  # the others must not wait for this rank
+        communicator.report_failure(
+            f"rank {communicator.rank}, before the first step: {type(error).__name__}: {error}"
+        )
+        communicator.close()
+        raise
     return CompiledModel(plan, engine)
 
 

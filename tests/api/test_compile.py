@@ -18,7 +18,7 @@ from tests.models import tiny_llama, tiny_transformer, token_batch
 from tests.runtime.processes import run_processes
 from tests.runtime.test_processes import assert_all_succeed
 
-ONE = {"name_or_file": "cpu-local", "gpus_per_node": 1}
+ONE = Cluster("cpu-local", gpus_per_node=1)
 
 
 @pytest.mark.ranks
@@ -55,7 +55,7 @@ def test_an_error_while_planning_reaches_every_rank_at_once(tmp_path: Path):
 
 def test_one_process_is_a_world_of_one():
     module, _ = tiny_llama(1)
-    with autopar.compile(module, Cluster(**ONE), learning_rate=0.1) as compiled:
+    with autopar.compile(module, ONE, learning_rate=0.1) as compiled:
         assert compiled.rank == 0
         losses = [compiled.train_step(token_batch(8)).loss for _ in range(2)]
     assert losses[1] < losses[0]
@@ -64,7 +64,7 @@ def test_one_process_is_a_world_of_one():
 def test_weights_that_are_not_there_are_an_error():
     module, inputs, loss_fn = tiny_transformer(1)
     with pytest.raises(InputError, match="no weights to train"):
-        autopar.compile(module.to("meta"), Cluster(**ONE), example_batch=inputs, loss_fn=loss_fn)
+        autopar.compile(module.to("meta"), ONE, example_batch=inputs, loss_fn=loss_fn)
 
 
 def test_more_ranks_than_run_are_an_error():
@@ -79,13 +79,13 @@ def test_more_ranks_than_run_are_an_error():
 
 def test_a_plan_of_a_module_in_memory_runs_with_that_module_only():
     module, _ = tiny_llama(1)
-    plan = autopar.plan(module, Cluster(**ONE))
+    plan = autopar.plan(module, ONE)
     with pytest.raises(InputError, match="given in memory"):
         compile_plan(plan)
     other, _ = tiny_llama(1, intermediate_size=64)
     with pytest.raises(PlanFormatError, match="another model"):
-        autopar.compile(other, Cluster(**ONE), plan=plan)
-    with autopar.compile(module, Cluster(**ONE), plan=plan) as compiled:
+        autopar.compile(other, ONE, plan=plan)
+    with autopar.compile(module, ONE, plan=plan) as compiled:
         assert compiled.train_step(token_batch(8)).num_tokens > 0
 
 
@@ -93,13 +93,22 @@ def test_leaving_with_an_error_ends_the_communication():
     module, _ = tiny_llama(1)
     with (
         pytest.raises(ZeroDivisionError),
-        autopar.compile(module, Cluster(**ONE)) as compiled,
+        autopar.compile(module, ONE) as compiled,
     ):
         raise ZeroDivisionError
     assert not torch.distributed.is_initialized()
     compiled.close()  # once more is no error
 
 
+def test_an_optimizer_that_cannot_be_made_ends_the_communication():
+    def fail(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        autopar.compile(tiny_llama(1)[0], ONE, optimizer=fail)
+    assert not torch.distributed.is_initialized()
+
+
 def test_a_module_needs_example_inputs_unless_it_is_from_hugging_face():
     with pytest.raises(InputError, match="example inputs are needed"):
-        autopar.compile(nn.Linear(2, 2), Cluster(**ONE))
+        autopar.compile(nn.Linear(2, 2), ONE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch import nn
@@ -88,11 +88,11 @@ def rename(module: nn.Module, prefix: str) -> nn.Module:
         if isinstance(found, nn.ModuleList):
             continue
         names: dict[str, str] = {}
-        for table in (found._modules, found._parameters):
+        for table in cast("list[dict[str, Any]]", [found._modules, found._parameters]):
             for index, (name, held) in enumerate(list(table.items())):
                 names[name] = f"{prefix}{len(names)}_{index}"
                 del table[name]
-                table[names[name]] = held  # type: ignore[index]
+                table[names[name]] = held
         found.__dict__["_renamed"] = names
         bases = (Renaming, type(found))
         found.__class__ = type(f"{prefix.upper()}{number}", bases, {})
@@ -111,11 +111,12 @@ def without_names(plan: Plan) -> dict[str, Any]:
     return document
 
 
-@pytest.mark.parametrize("pin", [{"tp": 4}, {"pp": 2, "tp": 2}], ids=["tp", "pp-tp"])
-@pytest.mark.parametrize("name", ["llama", "transformer"])
+@pytest.mark.parametrize(
+    ("name", "pin"), [("llama", {"tp": 4}), ("transformer", {"pp": 2, "tp": 2})]
+)
 def test_renaming_every_module_and_parameter_gives_the_same_plan(name: str, pin: dict[str, int]):
     plans = []
-    for prefix in (None, "zz", "a"):
+    for prefix in (None, "zz"):
         loss_fn = None
         if name == "llama":
             module, inputs = tiny_llama()
@@ -136,10 +137,9 @@ def test_renaming_every_module_and_parameter_gives_the_same_plan(name: str, pin:
                 pin=pin,
             )
         )
-    plain, *renamed = plans
-    for plan in renamed:
-        assert set(plan.parameters).isdisjoint(plain.parameters)
-        assert without_names(plan) == without_names(plain)
+    plain, renamed = plans
+    assert set(renamed.parameters).isdisjoint(plain.parameters)
+    assert without_names(renamed) == without_names(plain)
 
 
 @pytest.mark.parametrize(

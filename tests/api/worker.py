@@ -27,7 +27,7 @@ from tests.runtime.worker import fork_ranks
 
 NUM_RANKS = 4
 BATCH = 8
-CLUSTER = {"name_or_file": "cpu-local", "gpus_per_node": NUM_RANKS}
+CLUSTER = Cluster("cpu-local", gpus_per_node=NUM_RANKS)
 
 
 def adamw_losses(module: nn.Module, batches: list[dict[str, Tensor]]) -> list[float]:
@@ -67,7 +67,7 @@ def two_arguments() -> None:
     batches = [token_batch(BATCH, seed=seed) for seed in range(3)]
     expected = adamw_losses(module, batches)
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    with autopar.compile(module, Cluster(**CLUSTER)) as compiled:
+    with autopar.compile(module, CLUSTER) as compiled:
         plan = compiled.plan
         assert (plan.batch.global_batch_size, plan.model.seq_len) == (BATCH, 16)
         assert (plan.training.optimizer, plan.training.precision) == ("adamw", "fp32")
@@ -86,18 +86,18 @@ def two_arguments() -> None:
 def local_batches() -> None:
     """A rank's share gives what the global batch gives."""
     module, _ = tiny_gpt2()
-    pin = {"dp_shard": 2, "tp": 2, "zero_stage": 3}
+    pin: dict[str, int | str] = {"dp_shard": 2, "tp": 2, "zero_stage": 3}
     batch = token_batch(BATCH)
     losses = []
     for is_local in (False, True):
         # compiled twice in a process: plans must not be mixed up
-        with autopar.compile(module, Cluster(**CLUSTER), pin=pin) as compiled:
+        with autopar.compile(module, CLUSTER, pin=pin) as compiled:
             assert compiled.plan.schedule.zero_stage == 3
             data_rank = compiled.rank // 2
             share = {name: t[data_rank * 4 :][:4] for name, t in batch.items()}
             result = compiled.train_step(share if is_local else batch, local=is_local)
             losses.append((result.loss, result.grad_norm, result.num_tokens))
-        pin = pin | {"zero_stage": 3, "recompute": "full"}
+        pin["recompute"] = "full"
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
@@ -119,7 +119,7 @@ def own_module(folder: str) -> None:
     for steps, pin in (((0, 1), {"pp": 2, "tp": 2}), ((2, 3), {"dp_shard": 4})):
         compiled = autopar.compile(
             module,
-            Cluster(**CLUSTER),
+            CLUSTER,
             example_batch=inputs,
             loss_fn=loss_fn,
             global_batch_size=BATCH,
@@ -164,12 +164,12 @@ def wrong_clusters() -> None:
     for gpus in (1, 2, 8):
         with pytest.raises(ClusterError, match=f"the cluster has {gpus} ranks, but 4 run"):
             autopar.compile(module, Cluster("cpu-local", gpus_per_node=gpus))
-    given = autopar.plan(module, Cluster(**CLUSTER), pin={"tp": 4})
+    given = autopar.plan(module, CLUSTER, pin={"tp": 4})
     with pytest.raises(ClusterError, match="the plan is for"):
         autopar.compile(module, Cluster("a100-80gb", gpus_per_node=4), plan=given)
     with pytest.raises(PlanFormatError, match="for another model"):
-        autopar.compile(tiny_gpt2()[0], Cluster(**CLUSTER), plan=given)
-    with autopar.compile(module, Cluster(**CLUSTER), plan=given) as compiled:
+        autopar.compile(tiny_gpt2()[0], CLUSTER, plan=given)
+    with autopar.compile(module, CLUSTER, plan=given) as compiled:
         assert compiled.plan is given
 
 

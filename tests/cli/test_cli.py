@@ -1,20 +1,52 @@
-"""`autopar` without a subcommand: help, version, and usage errors."""
+"""`autopar`: help, version, usage errors, and the commands that only read."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from autopar import __version__, cli
+from autopar import __version__, cli, read_plan
+from autopar.ir.plan import json_schema
+from tests.cli.helpers import run
+
+COMMANDS = ("plan", "explain", "run", "schema")
 
 
-def test_help_loads_neither_torch_nor_ortools() -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "autopar", "--help"]
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["--help"], *([c, "--help"] for c in COMMANDS)]
+)
+def test_help_and_version_load_neither_torch_nor_ortools(arguments: list[str]) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "autopar", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("usage: autopar")
+    shown = "autopar " if arguments == ["--version"] else "usage: autopar"
+    assert done.stdout.startswith(shown)
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "argparse" in loaded
     assert not {"torch", "ortools"} & loaded
+
+
+def test_a_plan_is_explained(plan_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plan = read_plan(plan_file)
+    assert run(capfd, "explain", plan_file).out == plan.explain() + "\n"
+    for text in ("pipeline 1 × data 1 (replicate) × 1 (shard) × tensor 2", "pinned", "tp=2"):
+        assert text in plan.explain()
+    document = json.loads(run(capfd, "explain", plan_file, "--json").out)
+    whole = json.loads(plan_file.read_text())
+    assert document == {key: whole[key] for key in ("certificate", "prediction")}
+
+
+def test_schema_is_the_plans(capfd: pytest.CaptureFixture[str]) -> None:
+    done = run(capfd, "schema")
+    assert json.loads(done.out) == json_schema()
+    assert (done.status, done.err) == (0, "")
+
+
+def test_no_command_shows_help(capfd: pytest.CaptureFixture[str]) -> None:
+    done = run(capfd)
+    assert done.status == 2
+    assert done.out.startswith("usage: autopar")
 
 
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

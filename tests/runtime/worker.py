@@ -46,7 +46,7 @@ FP32 = [
 """Every mesh at every ZeRO stage; models, schedules and recomputation in turn: each mesh has every
 pair of schedule and recomputation, and every model.
 """
-FP32 += [
+DATA_PARALLEL = [
     dataclasses.replace(
         setup,
         name=MODELS[(MODELS.index(setup.name) + 1) % 3],
@@ -88,7 +88,7 @@ READER = dataclasses.replace(WRITER, mesh=TP2_DP2, schedule="layered", zero_stag
 
 def parity() -> None:
     """Train every setup, and hold this rank's outcome against one device."""
-    for setup in (*FP32, *FLOAT64, *OTHERS):
+    for setup in (*FP32, *DATA_PARALLEL, *FLOAT64, *OTHERS):
         communicator = connect(make_plan(setup))
         try:
             assert_parity(setup, train(setup, communicator, 3), 3)
@@ -147,7 +147,9 @@ def prepare(name: str, arguments: list[str]) -> None:
     if name == "failing":
         setups = [failing_setup(arguments[-1])]
     else:
-        setups = [*FP32, *FLOAT64, *OTHERS] if name == "parity" else [WRITER, READER]
+        setups = (
+            [*FP32, *DATA_PARALLEL, *FLOAT64, *OTHERS] if name == "parity" else [WRITER, READER]
+        )
     for setup in setups:
         lowered(setup)
 
