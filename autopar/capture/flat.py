@@ -4,6 +4,7 @@ the model.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -97,10 +98,10 @@ def is_random(node: fx.Node) -> bool:
     return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
-_LIBRARY = re.compile(r"[/\\\\](torch|autopar)[/\\\\]")
-"""Files whose lines do not tell a user where in the model something happens."""
-
 _PACKAGE = str(Path(__file__).parent)
+
+_LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(_PACKAGE).parent}{os.sep}")
+"""Folders whose lines do not tell a user where in the model something happens."""
 
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in (\S+)')
 
@@ -110,7 +111,7 @@ def source_of(stack_trace: str | None) -> str:
     frames: list[tuple[str, str, str]] = _FRAME.findall(stack_trace or "")
     if not frames:
         return ""
-    own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
+    own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
     if not own and frames[-1][0].startswith(_PACKAGE):  # a loss_fn leaves no frame of its own
         return "in loss_fn"
     file, line, function = (own or frames)[-1]
