@@ -50,7 +50,7 @@ def test_an_error_while_planning_reaches_every_rank_at_once(tmp_path: Path):
         assert end.code == 3, end.output[-3000:]
         assert end.output.startswith("other: the first rank has no plan" if rank else "first: no")
         assert "too much" in end.output
-        assert end.after_s < 15
+        assert end.after_s < 45
 
 
 def test_one_process_is_a_world_of_one():
