@@ -17,7 +17,7 @@ from autopar.api.planning import (
     plan_source,
     solve_request,
 )
-from autopar.capture import Inputs, LossFn, ModelSource, open_model
+from autopar.capture import HOST, Inputs, LossFn, ModelSource, open_model
 from autopar.ir.errors import ClusterError, InputError, PlanFormatError
 from autopar.ir.graph import ModelGraph
 from autopar.ir.plan import ClusterRef, Plan, PrecisionName, from_json, to_json
@@ -215,7 +215,7 @@ def _run_plan(
 
 
 def _weights(source: ModelSource, seed: int) -> dict[str, Tensor]:
-    module = source.build(device="cpu", seed=seed)
+    module = source.build(device=HOST, seed=seed)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     without = sorted(name for name, parameter in parameters.items() if parameter.is_meta)
     if without:

@@ -214,7 +214,13 @@ def _capture(source: ModelSource, seq_len: int | None, precision: PrecisionName)
 def solve_request(request: Request, graph: ModelGraph, progress: Progress | None = None) -> Plan:
     """The best plan for a captured model. Says once what defaults it has."""
     if request.defaults:
-        _log.info("not given, so chosen: %s", ", ".join(request.defaults))
+        _log.info(
+            "not given, so chosen: %s; planned for %s (learning rate %g) and %s",
+            ", ".join(request.defaults),
+            request.training.optimizer,
+            request.training.learning_rate,
+            "the model's own loss" if request.source.loss_fn is None else "the loss function given",
+        )
     return solve(
         graph,
         request.cluster,

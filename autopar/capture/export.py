@@ -27,6 +27,7 @@ from autopar.capture.forbidden import (
     refuse_gradient_hooks,
     watched,
 )
+from autopar.capture.host import HOST
 from autopar.capture.inline import inline
 from autopar.capture.meta import MetaClone, clone_to_meta
 from autopar.capture.once import NotClosedError, Once
@@ -193,8 +194,8 @@ class _Calls(TorchFunctionMode):
         if func in _TOKEN_LOSSES and _reduction(args, kwargs) == "none" and args[0].dim() == 2:
             wide = (tensor.unsqueeze(-1) for tensor in args[:2])
             return func(*wide, *args[2:], **kwargs).squeeze(-1)
-        if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "meta":
-            return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
+        if func is torch.tensor and torch.device(kwargs.get("device") or HOST).type == "meta":
+            return func(*args, **{**kwargs, "device": HOST}).to("meta")
         return func(*args, **kwargs)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autopar.capture.host import HOST
 from autopar.ir.errors import CaptureError
 
 
@@ -114,7 +115,7 @@ def _add_tensor(
     on_meta = torch.empty_like(tensor, dtype=dtype, device="meta")
     memo[id(tensor)] = on_meta
     if not tensor.is_meta:
-        values[id(on_meta)] = (on_meta, tensor.detach().to(device="cpu", dtype=dtype))
+        values[id(on_meta)] = (on_meta, tensor.detach().to(device=HOST, dtype=dtype))
 
 
 def _meta_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:

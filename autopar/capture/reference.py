@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopar.capture.host import HOST
 from autopar.ir.errors import InputError
 from autopar.ir.graph import BlockKind, ModelGraph, Role, ValueId, activation
 from autopar.ir.shapes import call_at
@@ -58,7 +59,7 @@ def _bind(
         if given is None:
             raise InputError(f"parameter {parameter.name} is missing", where=model.name)
         values[ValueId(Role.PARAMETER, parameter.name)] = given.to(parameter.dtype)
-    device = next(iter(values.values())).device if values else torch.device("cpu")
+    device = next(iter(values.values())).device if values else torch.device(HOST)
     for name in model.inputs:
         if name not in inputs:
             raise InputError(f"input {name} is missing", where=model.name)

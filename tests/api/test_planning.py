@@ -26,7 +26,7 @@ def test_two_arguments_are_enough_and_defaults_are_told_once(caplog: pytest.LogC
     told = [record.getMessage() for record in caplog.records if record.name == "autopar"]
     assert told == [
         "not given, so chosen: global_batch_size 8, sequences as long as the model takes, "
-        "precision fp32"
+        "precision fp32; planned for adamw (learning rate 0.0003) and the model's own loss"
     ]
     assert (plan.batch.global_batch_size, plan.model.seq_len) == (8, 16)
     assert (plan.model.name, plan.model.source) == ("LlamaForCausalLM", None)

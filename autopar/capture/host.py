@@ -1,0 +1,3 @@
+"""Where values live that no rank computes with: masters before they are sharded, constants."""
+
+HOST = "cpu"
