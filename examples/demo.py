@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -74,10 +75,9 @@ def _train_in_one_process(plan: api.Plan) -> list[float]:
         betas=training.betas,
         eps=training.eps,
     )
-    generator = torch.Generator().manual_seed(training.seed)
     losses: list[float] = []
-    for _ in range(STEPS):
-        loss = model(**api.synthetic_batch(plan, generator), use_cache=False).loss
+    for batch in itertools.islice(api.synthetic_batches(plan), STEPS):
+        loss = model(**batch, use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
         if training.max_grad_norm is not None:

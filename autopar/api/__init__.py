@@ -1,7 +1,7 @@
 """What a user calls: plan a model for a cluster, compile it on the ranks that run."""
 
 from autopar.api.compiled import CompiledModel, compile, compile_plan
-from autopar.api.data import synthetic_batch, vocabulary_size
+from autopar.api.data import synthetic_batches, vocabulary_size
 from autopar.api.planning import cannot_write, check_writable, plan, plan_source
 from autopar.ir.plan import Plan, read_plan
 from autopar.solver.hardware import Cluster
@@ -17,6 +17,6 @@ __all__ = [
     "plan",
     "plan_source",
     "read_plan",
-    "synthetic_batch",
+    "synthetic_batches",
     "vocabulary_size",
 ]

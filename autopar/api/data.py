@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -9,22 +11,26 @@ from autopar.api.planning import plan_source
 from autopar.ir.plan import Plan
 
 
-def synthetic_batch(plan: Plan, generator: torch.Generator) -> dict[str, Tensor]:
-    """One global batch of random inputs: token ids below the vocabulary, labels equal to the ids,
-    normal floats.
+def synthetic_batches(plan: Plan) -> Iterator[dict[str, Tensor]]:
+    """Global batches of random inputs without end, drawn from the plan's seed.
+
+    Token ids are below the vocabulary, labels are equal to the ids, floats are normal.
     """
     inputs = plan_source(plan).example_inputs(plan.model.seq_len)
     vocabulary = vocabulary_size(plan) or 2
-    batch: dict[str, Tensor] = {}
-    for name, example in inputs.items():
-        shape = (plan.batch.global_batch_size, *example.shape[1:])
-        if name == "labels" and "input_ids" in batch:
-            batch[name] = batch["input_ids"].clone()
-        elif example.dtype.is_floating_point:
-            batch[name] = torch.randn(shape, generator=generator, dtype=example.dtype)
-        else:
-            batch[name] = torch.randint(vocabulary, shape, generator=generator, dtype=example.dtype)
-    return batch
+    generator = torch.Generator().manual_seed(plan.training.seed)
+    while True:
+        batch: dict[str, Tensor] = {}
+        for name, example in inputs.items():
+            shape = (plan.batch.global_batch_size, *example.shape[1:])
+            dtype = example.dtype
+            if name == "labels" and "input_ids" in batch:
+                batch[name] = batch["input_ids"].clone()
+            elif dtype.is_floating_point:
+                batch[name] = torch.randn(shape, generator=generator, dtype=dtype)
+            else:
+                batch[name] = torch.randint(vocabulary, shape, generator=generator, dtype=dtype)
+        yield batch
 
 
 def vocabulary_size(plan: Plan) -> int | None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar import api
+from autopar.cli import STARTED_BY_US
 from autopar.cli.start_ranks import start_ranks
 from autopar.ir.errors import InputError
 from autopar.ir.plan import Plan, read_plan
@@ -80,13 +81,7 @@ def _make_directory(path: Path) -> None:
 
 def _batches(plan: Plan, data: Path | None) -> Iterator[dict[str, Tensor]]:
     """Global batches, the same on every rank; a data file is read round and round."""
-    return _synthetic(plan) if data is None else _from_tokens(plan, data)
-
-
-def _synthetic(plan: Plan) -> Iterator[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(plan.training.seed)
-    while True:
-        yield api.synthetic_batch(plan, generator)
+    return api.synthetic_batches(plan) if data is None else _from_tokens(plan, data)
 
 
 def _from_tokens(plan: Plan, path: Path) -> Iterator[dict[str, Tensor]]:
@@ -117,7 +112,8 @@ def _from_tokens(plan: Plan, path: Path) -> Iterator[dict[str, Tensor]]:
         raise InputError(f"fewer tokens than one sequence of {seq_len}", where=str(path))
     vocabulary = api.vocabulary_size(plan)
     if (
-        vocabulary is not None
+        STARTED_BY_US not in os.environ  # who started us has read the whole file for this
+        and vocabulary is not None
         and not 0 <= int(sequences.min()) <= int(sequences.max()) < vocabulary
     ):
         raise InputError(f"token ids lie outside the vocabulary of {vocabulary}", where=str(path))
