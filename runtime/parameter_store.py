@@ -196,11 +196,6 @@ class ParameterStore:
         for unit in self._units.values():
             unit.drop_gradients()
 
-    def free_all(self) -> None:
-        """Free everything that was gathered."""
-        for unit in self._units.values():
-            unit.free()
-
     def _trained(self) -> Iterator[ParameterUnit]:
         return (unit for unit in self._units.values() if unit.trainable)
 

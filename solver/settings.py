@@ -48,7 +48,6 @@ class Setting:
     problem: Problem
     least_kinds: tuple[KindCost, ...]
     least: BlockCosts
-    num_solves: int = 0
     _solutions: dict[tuple[RecomputeName, tuple[MemoryLimit, ...]], Solution] = field(
         default_factory=dict
     )
@@ -62,7 +61,6 @@ class Setting:
             weights = self.weights(recompute, self.problem.counts)
             model = build(self.problem, limits) if limits else self.model()
             self._solutions[key] = solve_model(model, weights)
-            self.num_solves += 1
         return self._solutions[key]
 
     def model(self) -> Model:
@@ -161,7 +159,6 @@ class Setting:
             counts = [int(other == kind) for other in range(len(self.problem.kinds))]
             weights = replace(self.weights(recompute, counts), held=(0.0,) * len(counts))
             found.append(solve_model(self.model(), weights).bound)
-            self.num_solves += 1
         return found
 
 

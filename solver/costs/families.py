@@ -54,6 +54,33 @@ _VIEWS = frozenset(
         "mT",
     }
 )
+LINEAR = frozenset(
+    {
+        "add",
+        "sub",
+        "rsub",
+        "neg",
+        "to",
+        "_to_copy",
+        "cat",
+        "stack",
+        "reshape",
+        "flatten",
+        "view",
+        "_unsafe_view",
+        "clone",
+        "contiguous",
+        "mean",
+        "sum",
+        "pad",
+        "constant_pad_nd",
+        "repeat",
+        "cumsum",
+        "type_as",
+    }
+)
+"""Ops that are linear in all operands together: their backward needs no operand."""
+
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm"})
 _PERMUTING = frozenset(
     {

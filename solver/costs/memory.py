@@ -18,7 +18,6 @@ context, fragmentation  from the hardware file
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.ir.plan import TrainingPlan
@@ -116,8 +115,3 @@ def rank_bytes(
         "fragmentation": dynamic * hardware.memory.fragmentation,
     }
     return {cause: int(amount) for cause, amount in causes.items()}
-
-
-def total_bytes(causes: Sequence[int]) -> int:
-    """The peak."""
-    return sum(causes)

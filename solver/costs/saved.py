@@ -8,7 +8,7 @@ from torch import fx
 
 from autopar.ir.graph import info
 from autopar.ir.layout import operands_of
-from autopar.solver.costs.families import Family, family_of, op_name
+from autopar.solver.costs.families import LINEAR, Family, family_of, op_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,35 +24,7 @@ class Saved:
 
 
 _NOTHING = Saved()
-_KEEPS_NOTHING = frozenset(
-    {
-        "add",
-        "sub",
-        "rsub",
-        "neg",
-        "to",
-        "_to_copy",
-        "cat",
-        "stack",
-        "clone",
-        "contiguous",
-        "mean",
-        "sum",
-        "pad",
-        "constant_pad_nd",
-        "repeat",
-        "cumsum",
-        "type_as",
-        "reshape",
-        "flatten",
-        "view",
-        "_unsafe_view",
-        "roll",
-        "flip",
-        "tril",
-        "triu",
-    }
-)
+_KEEPS_NOTHING = LINEAR | {"roll", "flip", "tril", "triu"}
 _KEEPS_RESULT = frozenset(
     {
         "rsqrt",

@@ -14,7 +14,7 @@ from torch import fx
 
 from autopar.ir.graph import BlockKind, Size, info
 from autopar.ir.layout import operands_of
-from autopar.solver.costs.families import Family, family_of, op_name
+from autopar.solver.costs.families import LINEAR, Family, family_of, op_name
 
 Shape = Sequence[Size]
 
@@ -128,36 +128,11 @@ def backward_work(node: fx.Node, operands: Sequence[Shape], results: Sequence[Sh
         return Work(bytes=3 * read, num_kernels=2)
     # Gradients in and out; the operands again where the op is not linear in one of them alone.
     given = _bytes(node, operands, [index for index, need in enumerate(needs) if need])
-    again = read if op_name(node) not in _LINEAR else 0
+    again = read if op_name(node) not in _READS_NO_OPERAND else 0
     return Work(bytes=written + given + again, num_kernels=sum(needs))
 
 
-_LINEAR = frozenset(
-    {
-        "add",
-        "sub",
-        "rsub",
-        "neg",
-        "to",
-        "_to_copy",
-        "cat",
-        "stack",
-        "reshape",
-        "flatten",
-        "view",
-        "_unsafe_view",
-        "clone",
-        "contiguous",
-        "mean",
-        "sum",
-        "expand",
-        "pad",
-        "constant_pad_nd",
-        "repeat",
-        "cumsum",
-        "type_as",
-    }
-)
+_READS_NO_OPERAND = LINEAR | {"expand"}
 
 
 def op_flops(node: fx.Node) -> tuple[Size, Size]:
@@ -170,16 +145,6 @@ def op_bytes(node: fx.Node) -> tuple[Size, Size]:
     """Bytes that memory-bound kernels of the node read and write, forward and backward."""
     shapes = global_shapes(node)
     return forward_work(node, *shapes).bytes, backward_work(node, *shapes).bytes
-
-
-def kind_flops(kind: BlockKind) -> tuple[Size, Size]:
-    """Forward and backward FLOPs of a block, as expressions of the batch."""
-    forward: Size = 0
-    backward: Size = 0
-    for node in computing_nodes(kind):
-        more = op_flops(node)
-        forward, backward = forward + more[0], backward + more[1]
-    return forward, backward
 
 
 def computing_nodes(kind: BlockKind) -> tuple[fx.Node, ...]:

@@ -65,11 +65,6 @@ class _Maker:
             classes=classes,
             held=tuple(self.kept.tensors),
             deliveries=tuple(self.deliveries()),
-            class_of_placeholder={
-                (name, node.name): self.facts.classes.of[name, "in", index]
-                for name, kind in self.model.kinds.items()
-                for index, node in enumerate(kind.placeholders)
-            },
         )
 
     def read_kind(self, index: int, kind: BlockKind) -> None:

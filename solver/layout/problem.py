@@ -18,7 +18,7 @@ or an activation wherever blocks hand it on. A *value* is a result of an op, or 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from autopar.ir.placement import State
@@ -144,7 +144,6 @@ class Problem:
     classes: tuple[StateClass, ...]
     held: tuple[Held, ...]
     deliveries: tuple[Delivery, ...]
-    class_of_placeholder: Mapping[tuple[str, str], int] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
