@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,3 +82,8 @@ class ShapeGroup:
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor)
+
+    def all_to_all_uneven(
+        self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Tensor:
+        return tensor.new_empty((sum(received), *tensor.shape[1:]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -63,6 +63,16 @@ class DistributedGroup:
             return exchanged.copy_(tensor)
         with _translated_errors(f"all-to-all on {self.name}"):
             dist.all_to_all_single(exchanged, tensor, group=self.handle)
+        return exchanged
+
+    def all_to_all_uneven(
+        self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Tensor:
+        exchanged = tensor.new_empty((sum(received), *tensor.shape[1:]))
+        if self.handle is None:
+            return exchanged.copy_(tensor)
+        with _translated_errors(f"all-to-all on {self.name}"):
+            dist.all_to_all_single(exchanged, tensor, list(received), list(sent), group=self.handle)
         return exchanged
 
     def start_all_gather(self, output: Tensor, shard: Tensor) -> Work:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -14,8 +15,8 @@ class AxisGroup(Protocol):
 
     Collectives return new tensors, ready for use.
 
-    All collectives work along dim 0 with equal shares, on contiguous tensors. Every rank of the
-    group has to issue the same collectives in the same order.
+    All collectives work along dim 0 on contiguous tensors, all but one with equal shares. Every
+    rank of the group has to issue the same collectives in the same order.
     """
 
     @property
@@ -47,4 +48,12 @@ class AxisGroup(Protocol):
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """``[size · n, …]``: slice j goes to rank j, slice j of the result comes from rank j."""
+        ...
+
+    def all_to_all_uneven(
+        self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Tensor:
+        """``[sum(sent), …]`` to ``[sum(received), …]``: ``sent[j]`` rows in a row go to rank j,
+        ``received[j]`` come from it.
+        """
         ...
