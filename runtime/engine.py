@@ -17,19 +17,20 @@ from autopar.ir.mesh import LAYOUT_AXES
 from autopar.ir.placement import StateKind
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Segment, bind_axes
+from autopar.ir.randomness import Drawing
 from autopar.ir.schedule import Action, ActionKind, Schedule
 from autopar.ir.schedule_checks import Channel, channel_of, validate
 from autopar.ir.schedules import make_schedule
 from autopar.runtime import state
 from autopar.runtime.batches import BatchSlicer
 from autopar.runtime.communicator import WORLD_AXIS, CommunicationError, Communicator
+from autopar.runtime.micro_batches import sequences
 from autopar.runtime.optimizers import (
     OptimizerFactory,
     optimizer_factory,
     require_elementwise,
 )
 from autopar.runtime.parameter_store import ParameterStore, parameter_stages
-from autopar.runtime.random_state import step_random_state
 from autopar.runtime.segment_runner import SegmentRunner, failing_op
 from autopar.runtime.step_state import Incoming, StepState, Tape
 
@@ -143,12 +144,9 @@ class Engine:
         self._slicer.check(batch, local=local)
         started = time.perf_counter()
         self._state, self._batch, self._batch_is_local = StepState(), batch, local
-        at = self.communicator.mesh.coordinates(self.communicator.rank)
-        seed = (self.plan.training.seed, self.num_steps, at["dp"], self.stage)
         self.store.begin_step(self._num_reductions)
-        with step_random_state(seed, self.communicator.device):
-            for action in self._actions:
-                self._perform(action)
+        for action in self._actions:
+            self._perform(action)
         self._state, self._batch = StepState(), {}
         self.num_steps += 1
         loss, grad_norm, weight = self._result
@@ -257,7 +255,9 @@ class Engine:
             passed[value] if value in passed else self._argument(value, action.micro_batch)
             for value in segment.arguments
         ]
-        results = dict(zip(segment.results, self._runners[action.segment](arguments), strict=True))
+        numbers = self._numbers(action.micro_batch)
+        found = self._runners[action.segment](arguments, numbers)
+        results = dict(zip(segment.results, found, strict=True))
         seed = None
         if action.segment == self.schedule.num_segments - 1:
             loss = results[self._model.loss]
@@ -274,6 +274,15 @@ class Engine:
             for root in roots
         )
         self._state.tapes[cell] = Tape(leaves=leaves, edges=edges, seed=seed)
+
+    def _numbers(self, micro_batch: int) -> Drawing:
+        """What random ops draw in a micro-batch of this step."""
+        parts = self.communicator.mesh.batch_ranks
+        return Drawing(
+            seed=self.plan.training.seed,
+            step=self.num_steps,
+            sequences=sequences(self.plan.batch, micro_batch, parts),
+        )
 
     def _backward(self, action: Action) -> None:
         cell = (action.segment, action.micro_batch)

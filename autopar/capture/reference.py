@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,11 +12,18 @@ from torch import Tensor, fx
 from autopar.capture.host import HOST
 from autopar.ir.errors import InputError
 from autopar.ir.graph import BlockKind, ModelGraph, Role, ValueId, activation
+from autopar.ir.randomness import Drawing, drawing
+from autopar.ir.rules.random import is_random, random_call
 from autopar.ir.shapes import call_at
 
 
 def run_reference(
-    model: ModelGraph, parameters: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    model: ModelGraph,
+    parameters: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    *,
+    seed: int = 0,
+    step: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """Loss and weight of ``model`` (see ``ModelGraph``) on one device, differentiable by autograd.
 
@@ -23,6 +31,8 @@ def run_reference(
         model: A captured model.
         parameters: By any of their names; cast to the type that the graph computes in.
         inputs: By name, all with the same batch size; moved to the device of the parameters.
+        seed, step: What dropout and the like draw by, beside the position of a number in the model
+            (see ``autopar.ir.randomness``).
 
     Raises:
         InputError: A parameter or an input is missing.
@@ -30,10 +40,12 @@ def run_reference(
     values = _bind(model, parameters, inputs)
     batch = next(iter(inputs.values())).shape[0]
     device = next(iter(values.values())).device
+    numbers = Drawing(seed=seed, step=step, sequences=tuple(range(batch)))
     with torch.device(device):
         for block in model.blocks:
             operands = [values[binding] for binding in block.bindings]
-            results = run_kind(model.kind_of(block), operands, batch)
+            with drawing(replace(numbers, block=block.index)):
+                results = run_kind(model.kind_of(block), operands, batch)
             for index, result in enumerate(results):
                 values[activation(block.index, index)] = result
     return values[model.loss], None if model.weight is None else values[model.weight]
@@ -46,8 +58,15 @@ def run_kind(kind: BlockKind, operands: list[Tensor], batch: int) -> tuple[Tenso
     values: dict[fx.Node, Any] = dict(zip(kind.placeholders, operands, strict=True))
     for node in kind.graph.nodes:
         if node.op == "call_function":
-            values[node] = call_at(node, values.__getitem__, batch)
+            values[node] = (
+                _draw(node, values) if is_random(node) else call_at(node, values.__getitem__, batch)
+            )
     return tuple(values[node] for node in kind.outputs)
+
+
+def _draw(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    target, args, kwargs = random_call(node, ())
+    return target(*fx.map_arg(args, values.__getitem__), **fx.map_arg(kwargs, values.__getitem__))
 
 
 def _bind(

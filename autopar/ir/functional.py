@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from autopar.ir.axis_group import AxisGroup
-from autopar.ir.moves import take_shard
-from autopar.ir.placement import parse_state
 
 
 def token_loss(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
@@ -118,60 +116,3 @@ def partial_mean(
     """This rank's term of the mean of a tensor whose reduced dims are sharded over ``axes``."""
     mean = tensor.mean(None if dim is None else tuple(dim), keepdim, dtype=dtype)
     return mean / math.prod(axis.size for axis in axes)
-
-
-def dropout(tensor: Tensor, p: float) -> Tensor:
-    """Dropout that draws the same mask as ``sharded_dropout`` from the same random state."""
-    return _drop(tensor, torch.rand(tensor.shape, device=tensor.device) >= p, p)
-
-
-def sharded_dropout(tensor: Tensor, p: float, axis: AxisGroup, state: str) -> Tensor:
-    """Dropout of a sharded tensor, with the mask of the whole tensor.
-
-    Every rank of ``axis`` draws that mask and takes its shard: all need the same state of the
-    random generator.
-    """
-    placed = parse_state(state)
-    shape = list(tensor.shape)
-    shape[placed.dim] *= axis.size
-    keep = torch.rand(shape, device=tensor.device) >= p
-    return _drop(tensor, take_shard(keep, placed, axis.rank, axis.size), p)
-
-
-def attention_with_dropout(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float,
-    *,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    axis: AxisGroup | None = None,
-    state: str = "I",
-) -> Tensor:
-    """``scaled_dot_product_attention`` with the dropout of ``dropout`` or ``sharded_dropout``.
-
-    ``state`` is the result's state on ``axis``: batch, heads or query positions may be sharded.
-    """
-    if enable_gqa:
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = (tensor.repeat_interleave(groups, -3) for tensor in (key, value))
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(future, -torch.inf)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -torch.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    blind = (scores == -torch.inf).all(-1, keepdim=True)  # gets zeros, as fused kernels have it
-    weights = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
-    if axis is None or not parse_state(state).is_sharded:
-        return dropout(weights, dropout_p) @ value
-    return sharded_dropout(weights, dropout_p, axis, state) @ value
-
-
-def _drop(tensor: Tensor, keep: Tensor, p: float) -> Tensor:
-    return tensor * keep / (1 - p) if p < 1 else torch.zeros_like(tensor)

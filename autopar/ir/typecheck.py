@@ -10,9 +10,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from autopar.ir.errors import PlacementError
 from autopar.ir.graph import (
@@ -41,6 +39,7 @@ from autopar.ir.rules.core import (
     options_of,
 )
 from autopar.ir.rules.local import require_compatible
+from autopar.ir.rules.random import require_drawable
 from autopar.ir.rules.registry import rule_or_replicated
 
 
@@ -74,15 +73,13 @@ def kind_options(
 
     Args:
         kind: The kind of block.
-        axis: Name of the axis. Ranks of the data axis draw their own random numbers, so that random
-            ops have to be sharded there; all other ranks draw the same, so that there they must not
-            be, unless a helper takes shards of what all draw.
+        axis: Name of the axis.
         axis_size: Ranks on the axis.
         batch: Sequences per rank of the axes further out than ``axis``.
         rules: ``kind_rules(kind)``, if it is at hand.
 
     Raises:
-        PlacementError: A random op has no option.
+        PlacementError: A random op draws numbers that have no logical position.
     """
     rules = rules or kind_rules(kind)
     found: dict[str, tuple[Option, ...]] = {}
@@ -97,33 +94,10 @@ def kind_options(
             batch=batch,
             patterns=rules.patterns,
         )
-        if axis_size > 1 and _is_random(node):
-            options = tuple(
-                option
-                for option in options
-                if option.results[0].is_sharded == (axis == DATA_AXIS)
-                or (axis != DATA_AXIS and option.helper is not None)
-            )
-            if not options:
-                raise _error(
-                    node,
-                    f"draws random numbers that {axis_size} ranks of axis {axis} cannot share",
-                    hint="draw them for each sequence: in the shape of a tensor of the batch",
-                )
+        if axis_size > 1:
+            require_drawable(node)
         found[node.name] = options
     return found
-
-
-def _is_random(node: fx.Node) -> bool:
-    """True for ops that draw random numbers; dropout does in training."""
-    aten = torch.ops.aten
-    args = dict(enumerate(node.args))
-    if node.target is aten.dropout.default:
-        return bool(args.get(2, node.kwargs.get("train")))
-    if node.target is aten.scaled_dot_product_attention.default:
-        return bool(args.get(4, node.kwargs.get("dropout_p", 0.0)))
-    target = node.target
-    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def option_for(

@@ -17,10 +17,11 @@ from torch import Tensor, fx
 from autopar.ir.errors import PlacementError
 from autopar.ir.graph import NodeInfo, Size, TensorInfo, info, set_info
 from autopar.ir.layout import operands_of
-from autopar.ir.mesh import LAYOUT_AXES
+from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, TENSOR_AXIS
 from autopar.ir.moves import assemble, take_shard
-from autopar.ir.placement import Placement, StateKind, local_shape
+from autopar.ir.placement import REPLICATED, Placement, StateKind, local_shape
 from autopar.ir.program import AXIS_HANDLE
+from autopar.ir.randomness import Drawing, drawing
 from autopar.ir.rules.core import Option, Rule, block_patterns, options_of
 from autopar.ir.rules.local import localize_node, require_compatible
 from autopar.ir.rules.registry import rule_or_replicated
@@ -118,7 +119,7 @@ def prove_jointly(sample: Sample, sizes: tuple[int, int]) -> int:
     """Try every pair of options on two axes that can be had together; the number of pairs."""
     whole = sample_node(sample)
     rule = rule_or_replicated(whole.node)
-    axes: dict[str, int] = dict(zip(LAYOUT_AXES, sizes, strict=True))
+    axes: dict[str, int] = dict(zip((DATA_AXIS, TENSOR_AXIS), sizes, strict=True))
     tried = 0
     for pair in itertools.product(*(node_options(whole.node, rule, size) for size in sizes)):
         options = dict(zip(axes, pair, strict=True))
@@ -134,9 +135,13 @@ def _compatible(
     operands, results = _placements(options)
     facts = [info(operand).tensor for operand in operands_of(whole.node)]
     pairs = zip((*operands, *results), (*facts, *info(whole.node).tensors), strict=True)
-    if any(placement_error(p, tensor, degrees=axes, batch=1) for p, tensor in pairs):
-        return False
-    if shared_factors_error(rule, options, degrees=axes, batch=1):
+    degrees = {axis: axes.get(axis, 1) for axis in LAYOUT_AXES}
+    for given, tensor in pairs:
+        states = dict(zip(options, given, strict=True))
+        placement = tuple(states.get(axis, REPLICATED) for axis in LAYOUT_AXES)
+        if placement_error(placement, tensor, degrees=degrees, batch=1):
+            return False
+    if shared_factors_error(rule, options, degrees=degrees, batch=1):
         return False
     try:
         require_compatible(whole.node, options)
@@ -269,7 +274,8 @@ def _run(
     args = fx.map_arg(node.args, lambda used: values[used])
     kwargs = fx.map_arg(node.kwargs, lambda used: values[used])
     assert callable(node.target)
-    found = node.target(*args, **kwargs)
+    with drawing(Drawing(seed=0, step=0, sequences=())):
+        found = node.target(*args, **kwargs)
     return tuple(found) if isinstance(found, list | tuple) else (found,)
 
 

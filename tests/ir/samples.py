@@ -218,10 +218,26 @@ def _dropout(source: Source) -> Sample:
     return _call("dropout", source.floats(*source.shape(1, 3)), 0.4, source.flag())
 
 
-@sample("bernoulli")
-def _bernoulli(source: Source) -> Sample:
-    """Probabilities of 0 and 1: the draw is known."""
-    return _call("bernoulli", source.booleans(*source.shape(1, 3)).double())
+@sample("alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+def _other_dropout(source: Source, name: str) -> Sample:
+    return _call(name, source.floats(*source.shape(2, 4)), 0.4, source.flag())
+
+
+@sample("bernoulli", "bernoulli.p", "rand_like", "randn_like", "uniform", "exponential")
+def _sampled(source: Source, name: str) -> Sample:
+    x = source.floats(*source.shape(1, 3)).sigmoid()
+    return _call(name, x, *((0.3,) if name == "bernoulli.p" else ()))
+
+
+@sample("randint_like", "randint_like.low_dtype", "normal_functional")
+def _sampled_between(source: Source, name: str) -> Sample:
+    low = (2,) if name != "randint_like" else ()
+    return _call(name, source.floats(*source.shape(1, 3)), *low, 9)
+
+
+@sample("rrelu")
+def _rrelu(source: Source) -> Sample:
+    return _call("rrelu", source.floats(*source.shape(1, 3)), 0.1, 0.4, source.flag())
 
 
 # --- products ------------------------------------------------------------------------------------
@@ -574,6 +590,35 @@ def _token_loss(source: Source) -> Sample:
     targets = source.integers(vocabulary, *shape)
     targets = targets.masked_fill(source.integers(4, *shape) == 0, -100)
     return Sample(target=functional.token_loss, args=(source.floats(*shape, vocabulary), targets))
+
+
+@sample("routed_experts")
+def _routed_experts(source: Source) -> Sample:
+    """Ids of no expert, experts without tokens, capacities that drop and that do not."""
+    num_experts, hidden, features = source.size(), source.number(1, 4), source.size()
+    gated, transposed = source.flag(), source.flag()
+    tokens = source.shape(1, 3)
+    ids = source.integers(num_experts + 1, *tokens, source.number(1, 3))
+    up = [num_experts, features * (1 + gated), hidden]
+    down = [num_experts, hidden, features]
+    matrices = [[shape[0], *(shape[:0:-1] if transposed else shape[1:])] for shape in (up, down)]
+    biases = [source.floats(*up[:2]), source.floats(*down[:2])] if source.flag() else []
+    return Sample(
+        target=torch.ops.autopar.routed_experts.default,
+        args=(
+            source.floats(*tokens, hidden),
+            ids if source.flag() else ids.clamp_max(0),
+            source.floats(*ids.shape),
+            *(source.floats(*shape) for shape in matrices),
+            *biases,
+        ),
+        kwargs={
+            "activation": ("silu", "gelu_tanh", "relu_squared")[source.number(0, 2)],
+            "gated": bool(gated),
+            "transposed": bool(transposed),
+            "capacity_factor": [None, 0.5, 1.0][source.number(0, 2)],
+        },
+    )
 
 
 # --- creation and indexing -----------------------------------------------------------------------

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopar.ir.functional import attention_with_dropout, vocab_embedding, vocab_token_loss
+from autopar.ir.functional import vocab_embedding, vocab_token_loss
+from autopar.ir.random_ops import attention_with_dropout
+from autopar.ir.randomness import Drawing, drawing
 from autopar.runtime.threads import run_ranks, thread_groups
 
 
@@ -25,7 +27,18 @@ def test_a_query_that_sees_no_key_gets_zeros(kind: torch.dtype) -> None:
     def gradients(out: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(out.square().sum(), inputs)
 
-    found = attention_with_dropout(query, key, value, 0.0, attn_mask=mask)
+    with drawing(Drawing(seed=0, step=0, sequences=(0, 1))):
+        found = attention_with_dropout(
+            query,
+            key,
+            value,
+            0.0,
+            attn_mask=mask,
+            op="attention",
+            shape=(1, 3, 4, 4),
+            batch_dim=0,
+            shards=(),
+        )
     expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     torch.testing.assert_close(found, expected)
     assert not found[1, :, :2].any()

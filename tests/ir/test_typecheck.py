@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from torch._ops import OpOverload
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
@@ -187,33 +188,27 @@ def test_two_axes_cannot_share_a_helper() -> None:
         check(loss_kind(), layout)
 
 
-def test_dropout_is_sharded_on_the_data_axis() -> None:
-    """Its ranks draw different masks: a replica would not be one."""
-    build = KindBuilder()
-    x = build.placeholder("x", (BATCH, 4), role=Role.ACTIVATION)
-    kind = build.build("dropout", [build.call(_aten.dropout.default, x, 0.1, True)])
-    data, tensor = (
-        kind_options(kind, axis=axis, axis_size=2, batch=4)["dropout_default"]
-        for axis in ("dp", "tp")
-    )
-    assert [str(option) for option in data] == ["S(0) -> S(0)", "S(1) -> S(1)"]
-    assert {"I -> I", "R -> R", "P -> P"} <= {str(option) for option in tensor}
-
-
-def random_options(shape: tuple[Size, ...], axis: str) -> list[str]:
+def random_options(target: OpOverload, shape: tuple[Size, ...], *args: object) -> set[str]:
     build = KindBuilder()
     x = build.placeholder("x", shape, role=Role.ACTIVATION)
-    kind = build.build("random", [build.call(_aten.bernoulli.default, x)])
-    found = kind_options(kind, axis=axis, axis_size=2, batch=4)
-    return [str(option) for option in found["bernoulli_default"]]
+    node = build.call(target, x, *args)
+    kind = build.build("random", [node])
+    return {
+        str(option) for option in kind_options(kind, axis="dp", axis_size=2, batch=4)[node.name]
+    }
 
 
-def test_random_numbers_are_drawn_for_shards_on_the_data_axis_only() -> None:
-    """Its ranks draw different ones, those of the tensor axis the same."""
-    assert random_options((BATCH, 4), "dp") == ["S(0) -> S(0)"]
-    assert random_options((BATCH, 4), "tp") == ["I -> I", "R -> R"]
-    with pytest.raises(PlacementError, match="draws random numbers that 2 ranks of axis dp"):
-        random_options((1, 4), "dp")
+def test_random_ops_are_typed_as_others_are() -> None:
+    """Numbers are drawn by logical position, whatever part of them a rank takes."""
+    either = {"I -> I", "R -> R", "S(0) -> S(0)", "S(1) -> S(1)"}
+    assert random_options(_aten.bernoulli.default, (BATCH, 4)) == either
+    assert random_options(_aten.dropout.default, (BATCH, 4), 0.1, True) == {*either, "P -> P"}
+
+
+@pytest.mark.parametrize("shape", [(BATCH, BATCH), (BATCH + 1, 4)], ids=str)
+def test_random_numbers_without_a_logical_position_are_refused(shape: tuple[Size, ...]) -> None:
+    with pytest.raises(PlacementError, match="draws random numbers on which ranks cannot agree"):
+        random_options(_aten.bernoulli.default, shape)
 
 
 def model(

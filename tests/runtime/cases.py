@@ -35,7 +35,10 @@ from tests.passes.layouts import cheapest, choose_layout, megatron
 
 GLOBAL_BATCH = 8
 HAND_WRITTEN = ("transformer", "frozen")
-"""``frozen`` is the same model with embeddings and head that are not trained."""
+"""``frozen`` is the same model with embeddings and head that are not trained.
+
+``dropout`` is GPT-2 with dropout everywhere, attention included.
+"""
 
 DTYPES: dict[PrecisionName, torch.dtype] = {
     "fp32": torch.float32,
@@ -82,8 +85,8 @@ def make_module(name: str, layers: int, precision: PrecisionName) -> nn.Module:
     """The model with real weights; in float64 for proofs, else in float32."""
     if name == "llama":
         module = tiny_llama(layers)[0]
-    elif name == "gpt2":
-        module = tiny_gpt2(layers)[0]
+    elif name in ("gpt2", "dropout"):
+        module = tiny_gpt2(layers, dropout=0.2 if name == "dropout" else 0.0)[0]
     else:
         module = tiny_transformer(layers)[0]
     if name == "frozen":
@@ -228,7 +231,7 @@ def one_device(
     """Train the user's module itself, whole batches at a time.
 
     In float64 the captured model is run instead: Hugging Face's casts to float32 whatever its
-    weights are.
+    weights are. So it is with dropout, whose masks are then those of the definition.
     """
     module = make_module(name, layers, precision)
     parameters = [p for p in module.parameters() if p.requires_grad]
@@ -242,9 +245,11 @@ def one_device(
     gradients: dict[str, Tensor] = {}
     for step in range(num_steps):
         batch = make_batch(name, seed=step)
-        if precision == "float64":
+        if precision == "float64" or name == "dropout":
             model = make_model(name, layers, precision)
-            total, weight = run_reference(model, dict(module.named_parameters()), batch)
+            total, weight = run_reference(
+                model, dict(module.named_parameters()), batch, seed=0, step=step
+            )
             assert weight is not None
             loss = total / weight
         else:

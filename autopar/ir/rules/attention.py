@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import fx
 
@@ -35,7 +33,7 @@ def _attention(node: fx.Node) -> Rule | None:
     mask_text = ["b..", heads, rows, "!t"]
     if mask is not None and len(mask.shape) < 4:
         mask_text = mask_text[-len(mask.shape) :]
-    rule = call.text_rule(
+    return call.text_rule(
         {
             "query": f"b.. {heads} {rows} !d",
             "key": f"b.. {key_heads} !t !d",
@@ -45,6 +43,3 @@ def _attention(node: fx.Node) -> Rule | None:
         [f"b.. {heads} {rows} !e"],
         linear=[("value",)],
     )
-    if call.argument("dropout_p"):
-        return replace(rule, helpers=dict.fromkeys(rule.sizes, "attention_dropout"))
-    return rule

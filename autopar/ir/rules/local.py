@@ -16,11 +16,12 @@ from torch import fx
 
 from autopar.ir import functional
 from autopar.ir.errors import PlacementError
+from autopar.ir.experts import expert_dispatch, expert_slice
 from autopar.ir.graph import info
-from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.program import axis_handle
 from autopar.ir.rules.call import Call
 from autopar.ir.rules.core import Option
+from autopar.ir.rules.random import is_random, random_call
 from autopar.ir.shapes import with_shape, with_sizes
 
 _aten = torch.ops.aten
@@ -80,6 +81,8 @@ def local_form(
 ) -> LocalForm:
     """What ``node`` becomes under ``options``; see ``localize_node``."""
     require_compatible(node, options)
+    if is_random(node):
+        return _random(node, options)
     helped = {axis: option for axis, option in options.items() if option.helper is not None}
     names = {str(option.helper) for option in helped.values()}
     if names:
@@ -97,12 +100,6 @@ def local_form(
         return LocalForm(target=_aten.split_with_sizes.default, args=args, kwargs={})
     if node.target is _aten.repeat.default:
         return _repeat(node, local_shapes[0])
-    if node.target is _aten.dropout.default:
-        return _dropout(node, {})
-    if node.target is _aten.scaled_dot_product_attention.default and Call(node).argument(
-        "dropout_p"
-    ):
-        return _attention_dropout(node, {})
     target = node.target
     assert callable(target)
     kwargs = dict(node.kwargs)
@@ -117,11 +114,7 @@ def require_compatible(node: fx.Node, options: Mapping[str, Option]) -> None:
     """Raise ``PlacementError`` if ``node`` has no local form under these options together."""
     helped = {axis: option for axis, option in options.items() if option.helper is not None}
     names = {option.helper for option in helped.values()}
-    exclusive = [
-        axis
-        for axis, option in helped.items()
-        if option.helper != "mean" and not (axis == DATA_AXIS and option.helper in _RANDOM)
-    ]
+    exclusive = [axis for axis, option in helped.items() if option.helper != "mean"]
     if len(names) > 1 or len(exclusive) > 1:
         listed = ", ".join(f"{axis}: {option} ({option.helper})" for axis, option in helped.items())
         raise PlacementError(
@@ -130,8 +123,6 @@ def require_compatible(node: fx.Node, options: Mapping[str, Option]) -> None:
             hint="replicate the op on one of these axes",
         )
 
-
-_RANDOM = ("dropout", "attention_dropout")
 
 # A dim of which a rank holds one index must not be squeezed away.
 _RESHAPED = (
@@ -189,46 +180,28 @@ def _mean(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
     return LocalForm(target=functional.partial_mean, args=args, kwargs=kwargs)
 
 
-def _dropout(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
-    """Ranks of the data axis draw their own masks, others draw one mask and take their shards."""
+def _random(node: fx.Node, options: Mapping[str, Option]) -> LocalForm:
+    """Random numbers by logical position: ranks take their shards of what all would draw."""
+    results = {axis: option.results[0] for axis, option in options.items()}
+    shards = tuple((AxisHandle(axis), str(s)) for axis, s in results.items() if s.is_sharded)
+    target, args, kwargs = random_call(node, shards)
+    return LocalForm(target=target, args=args, kwargs=kwargs)
+
+
+def _experts(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
+    ((axis, option),) = helped.items()
+    target = {"expert_slice": expert_slice, "expert_dispatch": expert_dispatch}[str(option.helper)]
     call = Call(node)
-    args: tuple[Any, ...] = (call.argument("input"), call.argument("p"))
-    if not call.argument("train"):
-        return LocalForm(target=_aten.dropout.default, args=(*args, False), kwargs={})
-    shared = _shared_mask(helped)
-    if not shared:
-        return LocalForm(target=functional.dropout, args=args, kwargs={})
-    return LocalForm(target=functional.sharded_dropout, args=(*args, *shared), kwargs={})
-
-
-def _attention_dropout(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
-    """Attention that is not fused: dropout inside a fused kernel depends on the layout."""
-    call = Call(node)
-    names = ("query", "key", "value", "dropout_p")
-    optional = ("attn_mask", "is_causal", "scale", "enable_gqa")
-    kwargs = {name: call.argument(name) for name in optional}
-    shared = _shared_mask(helped)
-    if shared:
-        kwargs.update(zip(("axis", "state"), shared, strict=True))
-    return LocalForm(
-        target=functional.attention_with_dropout,
-        args=tuple(map(call.argument, names)),
-        kwargs=kwargs,
-    )
-
-
-def _shared_mask(helped: Mapping[str, Option]) -> tuple[AxisHandle, str] | None:
-    """The axis whose ranks share one dropout mask, and the state in which they do."""
-    for axis, option in helped.items():
-        if axis != DATA_AXIS:
-            return AxisHandle(axis), str(option.results[0])
-    return None
+    settings = ("activation", "gated", "transposed", "capacity_factor")
+    args = tuple(map(call.argument, (name for name in call.names if name not in settings)))
+    kwargs = {name: call.argument(name) for name in settings}
+    return LocalForm(target=target, args=(*args, AxisHandle(axis)), kwargs=kwargs)
 
 
 _HELPERS: dict[str, Callable[[fx.Node, Mapping[str, Option]], LocalForm]] = {
     "vocab_embedding": _vocab_embedding,
     "vocab_token_loss": _vocab_token_loss,
     "mean": _mean,
-    "dropout": _dropout,
-    "attention_dropout": _attention_dropout,
+    "expert_slice": _experts,
+    "expert_dispatch": _experts,
 }

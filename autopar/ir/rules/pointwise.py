@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
 from autopar.ir.rules.call import Call
 from autopar.ir.rules.core import Rule
-from autopar.ir.rules.reduction import plain_dims
 from autopar.ir.rules.registry import register
 
 _aten = torch.ops.aten
@@ -54,12 +51,11 @@ _LINEAR: dict[str, Linear] = {
 """Ops that are linear in sets of operands, provided that the constants beside them allow it."""
 
 
-def pointwise_rule(node: fx.Node, linear: Linear = (), helper: str | None = None) -> Rule:
-    """The rule of a broadcasting op. ``helper`` is the local form that a split of any dim needs."""
+def pointwise_rule(node: fx.Node, linear: Linear = ()) -> Rule:
+    """The rule of a broadcasting op."""
     call = Call(node)
     names = call.tensor_names
-    rule = call.text_rule(dict.fromkeys(names, "d.."), ["d.."] * len(call.results), linear=linear)
-    return rule if helper is None else replace(rule, helpers=dict.fromkeys(rule.sizes, helper))
+    return call.text_rule(dict.fromkeys(names, "d.."), ["d.."] * len(call.results), linear=linear)
 
 
 @register(*(getattr(_aten, name) for name in _NONLINEAR.split()))
@@ -120,10 +116,10 @@ def _triangle(node: fx.Node) -> Rule:
     return Call(node).text_rule({"self": "b.. _ _"}, ["b.. _ _"], linear=[("self",)])
 
 
-@register(_aten.dropout.default)
+@register(_aten.dropout.default, _aten.feature_dropout.default)
 def _dropout(node: fx.Node) -> Rule:
-    train = Call(node).argument("train")
-    return pointwise_rule(node, (("input",),), helper="dropout" if train else None)
+    """Masks are drawn by logical position, so that they do not know of splits."""
+    return pointwise_rule(node, (("input",),))
 
 
 @register(
@@ -135,16 +131,12 @@ def _dropout(node: fx.Node) -> Rule:
     _aten.normal_functional,
     _aten.exponential,
     _aten.alpha_dropout,
-    _aten.feature_dropout,
     _aten.feature_alpha_dropout,
     _aten.rrelu,
 )
 def _sampled(node: fx.Node) -> Rule | None:
-    """Random numbers for every sequence by itself: dim 0 may be split (on the data axis only, see
-    the type checker). ``feature_dropout`` draws one number for the whole of a channel.
-    """
+    """Random numbers by logical position, one for each element."""
     call = Call(node)
     if len(call.operands) != 1 or call.operands[0].shape != call.results[0].shape:
         return None
-    dims, sizes = plain_dims(call, range(1, len(call.results[0].shape)))
-    return call.rule({call.tensor_names[0]: dims}, [dims], sizes)
+    return pointwise_rule(node)
