@@ -14,6 +14,7 @@ class Family(Enum):
     VIEW = "view"  # no kernel: the result is another look at the operand
     PRODUCT = "product"  # linear, matmul, and relatives
     ATTENTION = "attention"
+    EXPERTS = "experts"  # routed: grouped products, and the way of tokens to them
     EMBEDDING = "embedding"
     LOSS = "loss"
     POINTWISE = "pointwise"  # anything else: reads operands and writes results, once
@@ -115,6 +116,8 @@ def family_of(node: fx.Node) -> Family:
         return Family.PRODUCT
     if name == "scaled_dot_product_attention":
         return Family.ATTENTION
+    if name == "routed_experts":
+        return Family.EXPERTS
     if name == "embedding":
         return Family.EMBEDDING
     if name == "token_loss":

@@ -7,6 +7,7 @@ by itself (eager execution fuses nothing). No kernel is faster than its launch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from autopar.solver.costs.work import Product, Work
@@ -41,9 +42,9 @@ class Kernels:
         chip, efficiency = self.hardware.chip, self.hardware.efficiency
         batch, rows, columns, depth = (
             int(product.batch),
-            int(product.rows),
+            math.ceil(product.rows),  # routed experts have a fraction of a token where few
             int(product.columns),
-            int(product.depth),
+            math.ceil(product.depth),
         )
         padded = -(-depth // 32) * 32
         per_sm = self.peak(product.itemsize) / chip.num_sms

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.graph import info
+from autopar.ir.graph import Size, info
 from autopar.ir.layout import operands_of
+from autopar.ir.rules.call import Call
+from autopar.solver.costs.experts import ExpertSizes, Shape
 from autopar.solver.costs.families import LINEAR, Family, family_of, op_name
 
 
@@ -82,6 +86,8 @@ def saved_for_backward(node: fx.Node) -> Saved:
         return Saved(operands=tuple(i for i, other in (pair, pair[::-1]) if needs[other]))
     if family is Family.ATTENTION:
         return Saved(operands=tuple(range(len(operands))), results=(0,))
+    if family is Family.EXPERTS:  # what it keeps of its own: own_bytes
+        return Saved(operands=Call(node).indices("expert_ids", "expert_weights", "up", "down"))
     if family is Family.EMBEDDING:
         return Saved(operands=(1,))
     if family is Family.LOSS:  # log-softmax, in the dtype of the logits, and the targets
@@ -103,3 +109,18 @@ def saved_for_backward(node: fx.Node) -> Saved:
     if name in _KEEPS_OPERAND:
         return Saved(operands=(0,))
     return Saved(operands=tuple(range(len(operands))))
+
+
+def own_bytes(node: fx.Node, operands: Sequence[Shape], *, dispatch: int = 1) -> Size:
+    """Bytes that an op keeps which are no operand and no result of it.
+
+    Args:
+        operands: Shapes on the rank.
+        dispatch: See ``forward_work``.
+    """
+    if family_of(node) is Family.EXPERTS:
+        if not any(info(operand).tensor.requires_grad for operand in operands_of(node)):
+            return 0
+        return ExpertSizes.of(node, operands, dispatch).kept_bytes
+    per_element = saved_for_backward(node).own_bytes_per_element
+    return per_element * math.prod(operands[0]) if per_element else 0

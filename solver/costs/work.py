@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from autopar.ir.graph import BlockKind, Size, info
 from autopar.ir.layout import operands_of
+from autopar.ir.rules.call import Call
+from autopar.solver.costs.experts import ExpertSizes
 from autopar.solver.costs.families import LINEAR, Family, family_of, op_name
 
 Shape = Sequence[Size]
@@ -32,6 +34,16 @@ class Product:
     @property
     def flops(self) -> Size:
         return 2 * self.batch * self.rows * self.columns * self.depth
+
+    @property
+    def left_gradient(self) -> Product:
+        """The product that gives the gradient of the left operand."""
+        return replace(self, columns=self.depth, depth=self.columns)
+
+    @property
+    def right_gradient(self) -> Product:
+        """The product that gives the gradient of the right operand, transposed."""
+        return replace(self, rows=self.columns, columns=self.depth, depth=self.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +81,13 @@ def numel(shape: Shape) -> Size:
     return total
 
 
-def forward_work(node: fx.Node, operands: Sequence[Shape], results: Sequence[Shape]) -> Work:
-    """The forward of a ``call_function`` node on operands and results of these shapes."""
+def forward_work(
+    node: fx.Node, operands: Sequence[Shape], results: Sequence[Shape], *, dispatch: int = 1
+) -> Work:
+    """The forward of a ``call_function`` node on operands and results of these shapes.
+
+    ``dispatch`` is the number of ranks that send each other the tokens of their experts.
+    """
     family = family_of(node)
     if family is Family.VIEW:
         return NO_WORK
@@ -80,6 +97,9 @@ def forward_work(node: fx.Node, operands: Sequence[Shape], results: Sequence[Sha
         flops = 4 * numel(operands[0]) * operands[1][-2]
         scores = flops // 2 if _is_causal(node) else flops
         return Work(attention=Attention(flops=scores, itemsize=_itemsize(node)), num_kernels=1)
+    if family is Family.EXPERTS:
+        sizes = ExpertSizes.of(node, operands, dispatch)
+        return Work(products=_expert_products(sizes), bytes=sizes.moved_bytes, num_kernels=12)
     read, written = _operand_bytes(node, operands), _result_bytes(node, results)
     if family is Family.EMBEDDING:
         return Work(bytes=2 * written, num_kernels=1)
@@ -88,8 +108,10 @@ def forward_work(node: fx.Node, operands: Sequence[Shape], results: Sequence[Sha
     return Work(bytes=read + written, num_kernels=1)
 
 
-def backward_work(node: fx.Node, operands: Sequence[Shape], results: Sequence[Shape]) -> Work:
-    """The backward: gradients of the operands that require one."""
+def backward_work(
+    node: fx.Node, operands: Sequence[Shape], results: Sequence[Shape], *, dispatch: int = 1
+) -> Work:
+    """The backward: gradients of the operands that require one; ``dispatch`` as in forward."""
     needs = [info(operand).tensor.requires_grad for operand in operands_of(node)]
     family = family_of(node)
     if not any(needs) or family is Family.VIEW:
@@ -98,22 +120,7 @@ def backward_work(node: fx.Node, operands: Sequence[Shape], results: Sequence[Sh
         product = _product(node, operands, results)
         skipped = 1 if op_name(node) in ("addmm", "baddbmm") else 0
         num = sum(needs[skipped : skipped + 2])
-        turned = (
-            Product(
-                batch=product.batch,
-                rows=product.rows,
-                columns=product.depth,
-                depth=product.columns,
-                itemsize=product.itemsize,
-            ),
-            Product(
-                batch=product.batch,
-                rows=product.columns,
-                columns=product.depth,
-                depth=product.rows,
-                itemsize=product.itemsize,
-            ),
-        )
+        turned = (product.left_gradient, product.right_gradient)
         chosen = tuple(part for part, need in zip(turned, needs[skipped:], strict=False) if need)
         return Work(products=chosen, num_kernels=num)
     if family is Family.ATTENTION:  # scores again, and four products for three gradients
@@ -121,6 +128,19 @@ def backward_work(node: fx.Node, operands: Sequence[Shape], results: Sequence[Sh
         return Work(
             attention=Attention(flops=5 * forward // 2, itemsize=_itemsize(node)), num_kernels=2
         )
+    if family is Family.EXPERTS:
+        sizes = ExpertSizes.of(node, operands, dispatch)
+        first, second = _expert_products(sizes)
+        call = Call(node)
+        needed = {name for name in call.tensor_names if needs[call.indices(name)[0]]}
+        upstream = needed & {"hidden", "up", "up_bias"}
+        products = (
+            *([second.left_gradient] if upstream else []),
+            *([second.right_gradient] if "down" in needed else []),
+            *([first.left_gradient] if "hidden" in needed else []),
+            *([first.right_gradient] if "up" in needed else []),
+        )
+        return Work(products=products, bytes=2 * sizes.moved_bytes, num_kernels=24)
     read, written = _operand_bytes(node, operands), _result_bytes(node, results)
     if family is Family.EMBEDDING:
         return Work(bytes=2 * written + _bytes(node, operands, (0,)), num_kernels=2)
@@ -179,6 +199,18 @@ def _product(node: fx.Node, operands: Sequence[Shape], results: Sequence[Shape])
     if len(right) == 2 and len(left) > 2:  # one matrix for all: a tall product
         rows, batch = numel(left[:-1]), 1
     return Product(batch=batch, rows=rows, columns=columns, depth=depth, itemsize=itemsize)
+
+
+def _expert_products(sizes: ExpertSizes) -> tuple[Product, Product]:
+    """The two products of all experts of a rank: each expert's weights are read once."""
+    first = Product(
+        batch=sizes.num_experts,
+        rows=sizes.rows_per_expert,
+        columns=sizes.inner,
+        depth=sizes.hidden,
+        itemsize=sizes.itemsize,
+    )
+    return first, replace(first, columns=sizes.hidden, depth=sizes.features)
 
 
 def _is_causal(node: fx.Node) -> bool:

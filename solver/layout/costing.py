@@ -73,9 +73,16 @@ class Coster:
         tensors = info(node).tensors
         results = [self.shape(t, s) for t, s in zip(tensors, option.results, strict=True)]
         comm = self._helper_comm(option, operands) if option.helper else 0.0
-        forward = self.kernels.seconds(forward_work(node, operands, results))
-        backward = self.kernels.seconds(backward_work(node, operands, results), backward=True)
+        dispatch = self.dispatch(option)
+        forward = self.kernels.seconds(forward_work(node, operands, results, dispatch=dispatch))
+        backward = self.kernels.seconds(
+            backward_work(node, operands, results, dispatch=dispatch), backward=True
+        )
         return OpSeconds(forward + comm, backward, comm)
+
+    def dispatch(self, option: Option) -> int:
+        """Ranks that send each other the tokens of their experts."""
+        return self.group.size if option.helper == "expert_dispatch" else 1
 
     def transient_bytes(self, node: fx.Node, option: Option) -> int:
         """Operands and results, as the backward of the op has their gradients beside what is kept.

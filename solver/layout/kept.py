@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import fx
@@ -10,7 +11,7 @@ from autopar.ir.graph import Role, info
 from autopar.ir.layout import operands_of
 from autopar.ir.placement import State
 from autopar.ir.rules.core import Option
-from autopar.solver.costs.saved import saved_for_backward
+from autopar.solver.costs.saved import own_bytes, saved_for_backward
 from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.draft import Draft
 from autopar.solver.layout.problem import Held
@@ -40,14 +41,17 @@ class KeptTensors:
         pairs = [(operands[i], option.operands[i]) for i in saved.operands]
         pairs += [(results[i], option.results[i]) for i in saved.results]
         numbers = dict.fromkeys(self._number(*self._root(*pair)) for pair in pairs)
-        if saved.own_bytes_per_element:
-            operand = info(operands_of(node)[0]).tensor
-            num_elements = self.coster.numel(operand, option.operands[0])
+        shapes = [
+            self.coster.shape(info(operand).tensor, state)
+            for operand, state in zip(operands_of(node), option.operands, strict=True)
+        ]
+        own = own_bytes(node, shapes, dispatch=self.coster.dispatch(option))
+        if own:
             numbers[len(self.tensors)] = None
             self.tensors.append(
                 Held(
                     kind=self.drafts[results[0]].kind,
-                    num_bytes=num_elements * saved.own_bytes_per_element,
+                    num_bytes=math.ceil(own),
                     tensor=-len(self.tensors) - 1,
                     moved=None,
                 )
