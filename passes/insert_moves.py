@@ -33,7 +33,7 @@ class InsertMoves:
             return typed
         graph, copies = copy_graph(typed.kind.graph)
         copied = TypedKind(kind=with_graph(typed.kind, graph), layout=typed.layout)
-        inserter = _Inserter(copied, tuple(self.mesh.size(axis) for axis in LAYOUT_AXES))
+        inserter = _Inserter(copied, self.mesh.layout_sizes())
         for node in copies.values():
             inserter.meet_demands(node)
         return TypedKind(kind=copied.kind, layout=inserter.layout)

@@ -9,7 +9,7 @@ from torch import fx
 from autopar.ir.errors import PlacementError
 from autopar.ir.graph import BlockKind, NodeInfo, info, set_info
 from autopar.ir.layout import KindLayout
-from autopar.ir.mesh import LAYOUT_AXES, Mesh
+from autopar.ir.mesh import Mesh
 from autopar.ir.placement import local_shape
 from autopar.ir.rules.local import localize_node
 from autopar.ir.typecheck import chosen_options
@@ -35,7 +35,7 @@ def localize(typed: TypedKind, *, mesh: Mesh, batch: int) -> BlockKind:
         for node in copies.values()
         if node.op not in ("get_attr", "output")
     }
-    degrees = {axis: mesh.size(axis) for axis in LAYOUT_AXES}
+    degrees = mesh.degrees()
     options = chosen_options(typed.kind, typed.layout, degrees=degrees, batch=batch)
     for node in copies.values():
         if node.name in options:
@@ -51,7 +51,7 @@ def localize(typed: TypedKind, *, mesh: Mesh, batch: int) -> BlockKind:
 def _local_info(node: fx.Node, layout: KindLayout, mesh: Mesh, batch: int) -> NodeInfo:
     """The facts of ``node`` with the shapes of one rank."""
     given = info(node)
-    sizes = tuple(mesh.size(axis) for axis in LAYOUT_AXES)
+    sizes = mesh.layout_sizes()
     try:
         tensors = tuple(
             dataclasses.replace(tensor, shape=local_shape(tensor.shape_at(batch), placement, sizes))

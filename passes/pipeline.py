@@ -63,7 +63,7 @@ def lower(
     """
     if micro_batch_size < 1:
         raise InputError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
-    batch = micro_batch_size * mesh.dp
+    batch = micro_batch_size * mesh.batch_ranks
     typed = place(model, layout, mesh=mesh, batch=batch)
     values = local_values(model, typed, mesh=mesh, batch=batch)
     kinds = {
@@ -89,7 +89,7 @@ def place(model: ModelGraph, layout: Layout, *, mesh: Mesh, batch: int) -> dict[
     Raises:
         PlacementError: The layout does not type-check.
     """
-    degrees = {axis: mesh.size(axis) for axis in LAYOUT_AXES}
+    degrees = mesh.degrees()
     settled = settle_idle_axes(layout, mesh)
     check_model(model, settled, degrees=degrees, batch=batch)
     placed: dict[str, TypedKind] = {}

@@ -9,7 +9,7 @@ from torch import fx
 
 from autopar.ir.graph import ModelGraph, info
 from autopar.ir.layout import Layout, operands_of
-from autopar.ir.mesh import LAYOUT_AXES, Mesh
+from autopar.ir.mesh import Mesh
 from autopar.ir.moves import Collective, backward_of, collective_of, move
 from autopar.ir.placement import local_shape, parse_state
 from autopar.ir.plan import MovePlan
@@ -28,7 +28,7 @@ def plan_moves(
     Raises:
         PlacementError: The layout does not type-check.
     """
-    batch = micro_batch_size * mesh.dp
+    batch = micro_batch_size * mesh.batch_ranks
     typed = place(model, layout, mesh=mesh, batch=batch)
     return tuple(plan for kind in typed.values() for plan in _moves_of(kind, mesh, batch))
 
@@ -47,7 +47,7 @@ def _describe(node: fx.Node, typed: TypedKind, mesh: Mesh, batch: int) -> MovePl
     forward, backward = collective_of(source, target), Collective.NONE
     if tensor.requires_grad:
         backward = collective_of(*backward_of(source, target))
-    sizes = tuple(mesh.size(axis) for axis in LAYOUT_AXES)
+    sizes = mesh.layout_sizes()
     typing = typed.layout[node.name]
     ends = (typing.operands[0], typing.results[0])
     elements = max(math.prod(local_shape(tensor.shape_at(batch), end, sizes)) for end in ends)

@@ -8,7 +8,8 @@ from torch import fx
 
 from autopar.ir.errors import PlacementError
 from autopar.ir.graph import ModelGraph, ValueId, activation, info
-from autopar.ir.mesh import LAYOUT_AXES, Mesh
+from autopar.ir.layout import describe
+from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, local_shape
 from autopar.ir.program import LocalTensor
 from autopar.passes.base import TypedKind, normal_placement
@@ -26,7 +27,7 @@ def local_values(
     Raises:
         PlacementError: Two blocks disagree on the placement of a value, or a dim does not divide.
     """
-    axis_sizes = tuple(mesh.size(axis) for axis in LAYOUT_AXES)
+    axis_sizes = mesh.layout_sizes()
     found: dict[ValueId, LocalTensor] = {}
 
     def see(value: ValueId, node: fx.Node, placement: Placement, path: str) -> None:
@@ -42,7 +43,8 @@ def local_values(
             )
         elif normal_placement(known.placement, tensor) != placed:
             raise PlacementError(
-                f"{value} is placed {_text(known.placement)}, but {_text(placed)} in block {path}",
+                f"{value} is placed {describe(known.placement)}, but {describe(placed)} in block "
+                f"{path}",
                 where=info(node).source or None,
                 hint="a value that passes between blocks has one placement",
             )
@@ -55,8 +57,3 @@ def local_values(
         for index, (node, placement) in enumerate(zip(kind.outputs, demands, strict=True)):
             see(activation(block.index, index), node, placement, block.path)
     return found
-
-
-def _text(placement: Placement) -> str:
-    states = (f"{axis} {state}" for axis, state in zip(LAYOUT_AXES, placement, strict=True))
-    return "(" + ", ".join(states) + ")"

@@ -1,7 +1,8 @@
 """Which part of a batch a rank computes.
 
-Data rank d takes the d-th of ``dp`` equal runs of rows of the global batch, and its micro-batch m
-is the m-th run of ``micro_batch_size`` rows of these. ``local=True`` batches hold these rows only.
+Data rank d (of the ``dp`` × ``ep`` that divide the batch) takes the d-th of as many equal runs of
+rows of the global batch, and its micro-batch m is the m-th run of ``micro_batch_size`` rows of
+these. ``local=True`` batches hold these rows only.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from autopar.ir.errors import InputError
 from autopar.ir.graph import BATCH, ModelGraph, Role, ValueId
-from autopar.ir.mesh import LAYOUT_AXES, Mesh
+from autopar.ir.mesh import BATCH_AXES, LAYOUT_AXES, Mesh
 from autopar.ir.moves import take_shard
 from autopar.ir.placement import Placement, sharded
 from autopar.ir.plan import Plan
@@ -29,6 +30,7 @@ class BatchSlicer:
         self._program, self._model, self._batch = program, model, plan.batch
         self._mesh: Mesh = plan.device_mesh()
         self._at = self._mesh.coordinates(rank)
+        self._part_of_batch = self._mesh.batch_coordinate(rank)
         self._device = device
 
     def input(
@@ -43,15 +45,24 @@ class BatchSlicer:
         info = self._model.inputs[name]
         if not (info.shape and info.shape[0] == BATCH):
             return self._shards(tensor, placement)
-        per_data_rank = self._batch.global_batch_size // self._mesh.dp
+        parts = self._mesh.batch_ranks
+        per_part = self._batch.global_batch_size // parts
         size = self._batch.micro_batch_size
         start = micro_batch * size
-        if placement[0] == sharded(0):
+        if self._is_divided(placement):
             if not local:
-                start += self._at["dp"] * per_data_rank
-            return self._shards(tensor[start : start + size], placement, from_axis=1)
-        rows = tensor.unflatten(0, (self._mesh.dp, per_data_rank))[:, start : start + size]
+                start += self._part_of_batch * per_part
+            return self._shards(tensor[start : start + size], placement, but=BATCH_AXES)
+        rows = tensor.unflatten(0, (parts, per_part))[:, start : start + size]
         return self._shards(rows.flatten(0, 1), placement)
+
+    def _is_divided(self, placement: Placement) -> bool:
+        """Whether each part of the batch goes to its own ranks."""
+        return all(
+            state == sharded(0) or self._mesh.size(axis) == 1
+            for axis, state in zip(LAYOUT_AXES, placement, strict=True)
+            if axis in BATCH_AXES
+        )
 
     def constant(self, name: str) -> Tensor:
         """This rank's part of a constant, on its device."""
@@ -68,7 +79,7 @@ class BatchSlicer:
             raise InputError(
                 f"the batch is a {type(batch).__name__}, not a dict of tensors by name"
             )
-        expected = self._batch.global_batch_size // (self._mesh.dp if local else 1)
+        expected = self._batch.global_batch_size // (self._mesh.batch_ranks if local else 1)
         for name, info in self._model.inputs.items():
             if name not in batch:
                 raise InputError(f"input {name} is missing in the batch")
@@ -92,7 +103,7 @@ class BatchSlicer:
                     hint="local=True takes each data rank's own share" if not local else None,
                 )
             placement = self._program.values[ValueId(Role.INPUT, name)].placement
-            if local and self._mesh.dp > 1 and placement[0] != sharded(0):
+            if local and not self._is_divided(placement):
                 raise InputError(
                     f"input {name} is not divided among data ranks", hint="pass the global batch"
                 )
@@ -103,9 +114,9 @@ class BatchSlicer:
                     "per sequence"
                 )
 
-    def _shards(self, tensor: Tensor, placement: Placement, from_axis: int = 0) -> Tensor:
-        for axis, state in list(zip(LAYOUT_AXES, placement, strict=True))[from_axis:]:
-            if state.is_sharded:
+    def _shards(self, tensor: Tensor, placement: Placement, but: tuple[str, ...] = ()) -> Tensor:
+        for axis, state in zip(LAYOUT_AXES, placement, strict=True):
+            if state.is_sharded and axis not in but:
                 tensor = take_shard(tensor, state, self._at[axis], self._mesh.size(axis))
         return tensor.to(self._device).contiguous()
 

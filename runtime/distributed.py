@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, MESH_AXES, Mesh
+from autopar.ir.mesh import Mesh
 from autopar.ir.schedule_checks import Channel
 from autopar.runtime.checkpoint_files import write_together
 from autopar.runtime.communicator import WORLD_AXIS, Group, Work
@@ -19,9 +19,6 @@ from autopar.runtime.distributed_group import DistributedGroup, Pair
 from autopar.runtime.failures import FailureWatch
 
 _LOG = logging.getLogger(__name__)
-
-AXES = tuple(dict.fromkeys((*MESH_AXES, *LAYOUT_AXES)))
-"""Axes that have groups, in the order in which every rank makes them."""
 
 
 class DistributedCommunicator:
@@ -53,7 +50,7 @@ class DistributedCommunicator:
         self._open = True
         self._coordinates = mesh.coordinates(self.rank)
         self._groups: dict[str, DistributedGroup] = {
-            axis: self._make_axis_group(axis) for axis in AXES
+            axis: self._make_axis_group(axis) for axis in mesh.group_axes()
         }
         self._groups[WORLD_AXIS] = DistributedGroup(
             name=WORLD_AXIS,
@@ -163,8 +160,7 @@ class DistributedCommunicator:
                 _LOG.debug("pair %s: no abort: %s", pair, error)
 
     def _peer(self, stage: int) -> int:
-        at = self._coordinates
-        return self.mesh.rank_at(pp=stage, dp=at[DATA_AXIS], tp=at["tp"])
+        return self.mesh.on_stage(self.rank, stage)
 
     def _make_axis_group(self, axis: str) -> DistributedGroup:
         groups = self.mesh.groups(axis)

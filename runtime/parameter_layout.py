@@ -1,17 +1,19 @@
-"""Which part of a logical parameter a rank holds: its shard over tensor parallelism, then a run of
-rows of that.
+"""Which part of a logical parameter a rank holds: its shard over layout axes, then a run of rows of
+that.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from autopar.ir.mesh import LAYOUT_AXES, TENSOR_AXIS
 from autopar.ir.moves import assemble, take_shard
-from autopar.ir.placement import State, StateKind
+from autopar.ir.placement import Placement, State, StateKind
 from autopar.runtime.communicator import Group
 
 _ALIGNMENT = 64
@@ -24,10 +26,11 @@ class ParameterLayout:
 
     Attributes:
         shape: Global.
-        tensor_state: State on the tensor axis.
-        local_shape: Of the tensor-parallel shard, which segments use; at least one dim (scalars get
-            one).
-        num_shards: Ranks among which rows of the local shape are divided, in chunks of equal size;
+        placement: States on the layout axes, as segments use it.
+        local_shape: Of the shard over layout axes, which segments use; at least one dim (scalars
+            get one).
+        shard_axis: Axis (a combined one, maybe) over which storage is sharded, ``""`` for none.
+        num_shards: Ranks of it, among which rows of the local shape are divided, in chunks of equal size;
             the last chunks may be short or empty.
         shard: Which of these this rank holds.
     """
@@ -35,9 +38,10 @@ class ParameterLayout:
     name: str
     names: tuple[str, ...]
     shape: tuple[int, ...]
-    tensor_state: State
+    placement: Placement
     local_shape: tuple[int, ...]
     stages: tuple[int, ...]
+    shard_axis: str
     num_shards: int
     shard: int
 
@@ -68,26 +72,35 @@ class ParameterLayout:
         return -(-self.chunk_rows * self.row_numel // _ALIGNMENT) * _ALIGNMENT
 
     @property
+    def tensor_state(self) -> State:
+        """State on the tensor axis."""
+        return self.placement[LAYOUT_AXES.index(TENSOR_AXIS)]
+
+    @property
     def is_tensor_partial(self) -> bool:
         """True if the gradient is a partial sum on each rank of the tensor axis."""
         return self.tensor_state.kind is StateKind.REPLICATED
 
-    def take(self, whole: Tensor, tensor_group: Group) -> Tensor:
-        """This rank's shard of the global tensor."""
-        if self.tensor_state.is_sharded:
-            whole = take_shard(whole, self.tensor_state, tensor_group.rank, tensor_group.size)
+    def take(self, whole: Tensor, group_of: Callable[[str], Group]) -> Tensor:
+        """This rank's shard of the global tensor; ``group_of`` gives the group of an axis."""
+        for axis, state in zip(LAYOUT_AXES, self.placement, strict=True):
+            if state.is_sharded:
+                group = group_of(axis)
+                whole = take_shard(whole, state, group.rank, group.size)
         return whole.reshape(self.local_shape)[self.rows]
 
-    def assemble(self, shard: Tensor, shard_group: Group, tensor_group: Group) -> Tensor:
+    def assemble(self, shard: Tensor, group_of: Callable[[str], Group]) -> Tensor:
         """The global tensor, from all ranks' shards; every rank of the stage calls it."""
         local = shard
         if self.num_shards > 1:
             padded = shard.new_zeros((self.chunk_rows, *self.local_shape[1:]))
             padded[: shard.shape[0]] = shard
-            local = shard_group.all_gather(padded)[: self.local_shape[0]]
-        if self.tensor_state.is_sharded and tensor_group.size > 1:
-            gathered = tensor_group.all_gather(local.contiguous())
-            local = assemble(gathered.chunk(tensor_group.size), self.tensor_state)
+            local = group_of(self.shard_axis).all_gather(padded)[: self.local_shape[0]]
+        for axis, state in reversed(list(zip(LAYOUT_AXES, self.placement, strict=True))):
+            group = group_of(axis)
+            if state.is_sharded and group.size > 1:
+                gathered = group.all_gather(local.contiguous())
+                local = assemble(gathered.chunk(group.size), state)
         return local.reshape(self.shape)
 
     def add_to_chunks(self, chunks: Tensor, values: Tensor) -> None:

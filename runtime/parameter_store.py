@@ -8,23 +8,45 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from autopar.ir.errors import InputError
 from autopar.ir.graph import ModelGraph
-from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS
-from autopar.ir.placement import State, StateKind, local_shape
+from autopar.ir.mesh import (
+    CONTEXT_AXIS,
+    DATA_AXIS,
+    EXPERT_AXIS,
+    LAYOUT_AXES,
+    PIPELINE_AXIS,
+    REPLICATE_AXIS,
+    SHARD_AXIS,
+    TENSOR_AXIS,
+    combined_axis,
+)
+from autopar.ir.placement import Placement, State, StateKind, local_shape
 from autopar.ir.program import Program
 from autopar.runtime.communicator import Communicator, Work
 from autopar.runtime.parameter_layout import ParameterLayout, master_dtype
 from autopar.runtime.parameter_unit import ParameterUnit, UnitGroups
 
-_UnitKey = tuple[tuple[int, ...], tuple[int, ...], bool, torch.dtype, bool]
-"""Segments that use the unit, stages that have it, trained or not, compute type, partial on the
-data axis or not.
-"""
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Axes that store a unit sharded and axes that repeat it (``""`` for none), and whether
+    gradients differ between all these ranks; ``counts`` as in ``ParameterUnit``.
+    """
+
+    shard_axis: str
+    replicate_axis: str
+    is_partial: bool
+    counts: bool
+
+
+_UnitKey = tuple[tuple[int, ...], tuple[int, ...], bool, torch.dtype, _Sums]
+"""Segments that use the unit, stages that have it, trained or not, compute type, sums."""
 
 
 class ParameterStore:
@@ -34,7 +56,8 @@ class ParameterStore:
         program: What the ranks run.
         model: The captured model.
         communicator: Of this rank.
-        zero_stage: 0 stores whole parameters on every data rank, 1 to 3 shards over ``dp_shard``.
+        zero_stage: 0 stores whole parameters on every data rank, 1 to 3 shards over ``dp_shard``,
+            and over context and expert axes where a parameter is whole on them.
         reduces_each: The schedule reduces after each backward instead of once a step.
     """
 
@@ -49,7 +72,8 @@ class ParameterStore:
     ) -> None:
         self._communicator = communicator
         self._reduces_each = reduces_each
-        self._stage = communicator.mesh.coordinates(communicator.rank)["pp"]
+        self._coordinates = communicator.mesh.coordinates(communicator.rank)
+        self._stage = self._coordinates[PIPELINE_AXIS]
         self._sharded = zero_stage > 0
         self.stages = parameter_stages(program)
         self.dtypes: Mapping[str, torch.dtype] = {
@@ -72,9 +96,9 @@ class ParameterStore:
         members: dict[_UnitKey, list[ParameterLayout]] = {}
         for name, used_by in users.items():
             local = program.parameters[name]
-            is_partial = local.placement[0].kind is StateKind.REPLICATED
             stages = self.stages[name]
-            key = (tuple(used_by), stages, local.requires_grad, local.dtype, is_partial)
+            sums = self._sums(name, local.placement)
+            key = (tuple(used_by), stages, local.requires_grad, local.dtype, sums)
             members.setdefault(key, []).append(self._layout(name, program, model))
         for key, layouts in members.items():
             self._units[key] = self._make_unit(key, layouts)
@@ -167,12 +191,11 @@ class ParameterStore:
         """This rank's part of the squared norm of all gradients, each element counted on one rank;
         float64.
         """
-        at = self._communicator.mesh.coordinates(self._communicator.rank)
+        at = self._coordinates
         total = torch.zeros((), dtype=torch.float64, device=self._communicator.device)
-        if at[REPLICATE_AXIS if self._sharded else DATA_AXIS] != 0:
-            return total
         for key, unit in self._units.items():
-            if unit.trainable and self._stage == key[1][0]:
+            replica = self._communicator.group(key[-1].replicate_axis).rank
+            if unit.trainable and self._stage == key[1][0] and replica == 0:
                 total += unit.sum_of_squares(only_tensor_sharded=at[TENSOR_AXIS] != 0)
         return total
 
@@ -217,23 +240,44 @@ class ParameterStore:
         logical = model.parameters[name]
         mesh = self._communicator.mesh
         placement = program.parameters[name].placement
-        sizes = tuple(mesh.size(axis) for axis in LAYOUT_AXES)
-        data_state, tensor_state = placement
-        if data_state.is_sharded:
-            raise InputError(
-                f"parameter {name} is used {data_state} on the data axis",
-                hint="ZeRO shards parameters in storage; segments use whole ones",
-            )
-        shape = local_shape(logical.shape, placement, sizes)
+        shape = local_shape(logical.shape, placement, mesh.layout_sizes())
+        shard_axis = self._sums(name, placement).shard_axis
         return ParameterLayout(
             name=name,
             names=logical.names,
             shape=logical.shape,
-            tensor_state=tensor_state,
+            placement=placement,
             local_shape=shape or (1,),
             stages=self.stages[name],
-            num_shards=mesh.dp_shard if self._sharded else 1,
-            shard=self._communicator.group(SHARD_AXIS).rank if self._sharded else 0,
+            shard_axis=shard_axis,
+            num_shards=mesh.size(shard_axis),
+            shard=self._communicator.group(shard_axis).rank,
+        )
+
+    def _sums(self, name: str, placement: Placement) -> _Sums:
+        """Over which axes a parameter of this placement is stored sharded and its gradient summed.
+
+        Raises:
+            InputError: The data axis shards it.
+        """
+        mesh, at = self._communicator.mesh, self._coordinates
+        states = dict(zip(LAYOUT_AXES, placement, strict=True))
+        if states[DATA_AXIS].is_sharded:
+            raise InputError(
+                f"parameter {name} is used {states[DATA_AXIS]} on the data axis",
+                hint="ZeRO shards parameters in storage; segments use whole ones",
+            )
+        whole = [a for a in (CONTEXT_AXIS, EXPERT_AXIS) if not states[a].is_sharded]
+        shard, replicate = combined_axis((SHARD_AXIS, *whole)), REPLICATE_AXIS
+        if not self._sharded:
+            shard, replicate = "", combined_axis((REPLICATE_AXIS, SHARD_AXIS, *whole))
+        shared = [axis for axis in (DATA_AXIS, *whole) if mesh.size(axis) > 1]
+        complete = [axis for axis in shared if states[axis].kind is not StateKind.REPLICATED]
+        return _Sums(
+            shard_axis=mesh.simplest(shard),
+            replicate_axis=mesh.simplest(replicate),
+            is_partial=len(complete) < len(shared),
+            counts=all(at[axis] == 0 for axis in complete),
         )
 
     def _make_unit(self, key: _UnitKey, layouts: Sequence[ParameterLayout]) -> ParameterUnit:
@@ -242,10 +286,11 @@ class ParameterStore:
             sorted(layouts, key=lambda layout: _tensor_order(layout.tensor_state)),
             trainable=key[2],
             compute_dtype=key[3],
-            is_data_partial=key[4],
+            is_partial=key[4].is_partial,
+            counts=key[4].counts,
             groups=UnitGroups(
-                shard=group(SHARD_AXIS) if self._sharded else None,
-                replicate=group(REPLICATE_AXIS if self._sharded else DATA_AXIS),
+                shard=group(key[4].shard_axis) if key[4].shard_axis else None,
+                replicate=group(key[4].replicate_axis),
                 tensor=group(TENSOR_AXIS),
             ),
             device=self._communicator.device,

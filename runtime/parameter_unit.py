@@ -22,7 +22,8 @@ class UnitGroups:
     """Groups over which a unit communicates.
 
     ``shard`` gathers parameters and scatters gradients (None: every rank holds all), ``replicate``
-    sums gradients after that, ``tensor`` sums those that are partial on the tensor axis.
+    sums gradients after that, ``tensor`` sums those that are partial on the tensor axis. Data,
+    context and expert axes that use the parameters whole are part of ``shard`` or ``replicate``.
     """
 
     shard: Group | None
@@ -38,8 +39,10 @@ class ParameterUnit:
             it last.
         trainable: Whether they take gradients.
         compute_dtype: Type in which segments use them. Frozen ones are stored in it too.
-        is_data_partial: Their gradients differ between data ranks and are summed; otherwise each
-            has the sum.
+        is_partial: Their gradients differ between ranks of ``shard`` and ``replicate`` and are
+            summed; otherwise each has the sum.
+        counts: False where another rank of these groups has the same gradients, and gives them to
+            the sum.
     """
 
     def __init__(
@@ -48,13 +51,14 @@ class ParameterUnit:
         *,
         trainable: bool,
         compute_dtype: torch.dtype,
-        is_data_partial: bool,
+        is_partial: bool,
+        counts: bool,
         groups: UnitGroups,
         device: torch.device,
     ) -> None:
         self.layouts = tuple(layouts)
         self.trainable = trainable
-        self._is_data_partial = is_data_partial
+        self._is_partial, self._counts = is_partial, counts
         self._groups = groups
         self._dtype = compute_dtype
         self._master_dtype = master_dtype(compute_dtype) if trainable else compute_dtype
@@ -126,7 +130,7 @@ class ParameterUnit:
         accumulated = self._take_accumulated()
         if self._groups.shard is None or self._num_shards == 1:
             reduced = accumulated
-        elif not self._is_data_partial:
+        elif not self._is_partial:
             reduced = accumulated.chunk(self._num_shards)[self._groups.shard.rank].clone()
         else:
             reduced = accumulated.new_empty(self._shard_numel)
@@ -135,7 +139,7 @@ class ParameterUnit:
         self.gradient = reduced if self.gradient is None else self.gradient.add_(reduced)
         if not is_last:
             return
-        if self._is_data_partial and self._groups.replicate.size > 1:
+        if self._is_partial and self._groups.replicate.size > 1:
             yield self._groups.replicate.start_all_reduce(self.gradient)
         num_partial = self._numel_where(lambda layout: layout.is_tensor_partial)
         if self._groups.tensor.size > 1 and num_partial:
@@ -180,6 +184,8 @@ class ParameterUnit:
 
     def _take_accumulated(self) -> Tensor:
         accumulated, self._accumulated = self._accumulated, None
+        if self._is_partial and not self._counts:
+            return self._zeros()
         return self._zeros() if accumulated is None else accumulated
 
     def _zeros(self) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autopar.ir.errors import InputError
 from autopar.ir.graph import ModelGraph
-from autopar.ir.mesh import DATA_AXIS, PIPELINE_AXIS, SHARD_AXIS, TENSOR_AXIS
+from autopar.ir.mesh import PIPELINE_AXIS
 from autopar.runtime.checkpoint_files import StoredTensors, read_tensor, stored_tensors
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.parameter_layout import ParameterLayout
@@ -89,10 +89,10 @@ def save(
     """Write a checkpoint; the ranks of a stage write its tensors in turn, each whole."""
     mesh = communicator.mesh
     at = mesh.coordinates(communicator.rank)
-    position = at[DATA_AXIS] * mesh.tp + at[TENSOR_AXIS]
+    position, num_writers = mesh.on_stage(communicator.rank, 0), mesh.num_ranks // mesh.pp
     own: dict[str, Tensor] = {}
     for index, (name, layout) in enumerate(sorted(store.layouts.items())):
-        is_writer = index % (mesh.dp * mesh.tp) == position
+        is_writer = index % num_writers == position
         is_writer = is_writer and layout.stages[0] == at[PIPELINE_AXIS]
         parts = {f"parameters/{name}": store.parameters[name].detach()}
         for key, value in _optimizer_state(store, optimizer, name).items():
@@ -161,15 +161,13 @@ def _fill(
         raise InputError(
             f"parameter {layout.name} has shape {tuple(whole.shape)}, the model's {layout.shape}"
         )
-    part = layout.take(whole.detach(), communicator.group(TENSOR_AXIS))
+    part = layout.take(whole.detach(), communicator.group)
     with torch.no_grad():
         target.copy_(part)
 
 
 def _whole(part: Tensor, layout: ParameterLayout, communicator: Communicator) -> Tensor:
-    return layout.assemble(
-        part.detach(), communicator.group(SHARD_AXIS), communicator.group(TENSOR_AXIS)
-    )
+    return layout.assemble(part.detach(), communicator.group)
 
 
 def _all_whole(

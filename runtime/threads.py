@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir.axis_group import Reduction
-from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, MESH_AXES, Mesh
+from autopar.ir.mesh import Mesh
 from autopar.ir.schedule_checks import Channel
 from autopar.runtime.checkpoint_files import write_alone
 from autopar.runtime.communicator import WORLD_AXIS, CommunicationError, Done, Group, Work
@@ -88,6 +88,20 @@ class ThreadGroup:
             return torch.cat([other.chunk(self.size)[self.rank] for other in tensors])
 
         return self.meeting.exchange(self.rank, tensor, combine)
+
+    def all_to_all_uneven(
+        self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Tensor:
+        splits = torch.tensor(sent)
+        everyones = self.meeting.exchange(self.rank, splits, torch.stack).tolist()
+
+        def combine(tensors: list[Tensor]) -> Tensor:
+            pairs = zip(tensors, everyones, strict=True)
+            return torch.cat([other.split(counts)[self.rank] for other, counts in pairs])
+
+        exchanged = self.meeting.exchange(self.rank, tensor, combine)
+        assert exchanged.shape[0] == sum(received), "ranks disagree about the rows that they send"
+        return exchanged
 
     def start_all_gather(self, output: Tensor, shard: Tensor) -> Work:
         output.copy_(self.all_gather(shard))
@@ -176,10 +190,9 @@ class ThreadCommunicator:
         self.rank = rank
         self.device = torch.empty(0).device
         self._world = world
-        self._at = self.mesh.coordinates(rank)
         self._groups = {
             axis: world.group(axis, ranks, rank)
-            for axis in dict.fromkeys((*MESH_AXES, *LAYOUT_AXES))
+            for axis in self.mesh.group_axes()
             for ranks in self.mesh.groups(axis)
             if rank in ranks
         }
@@ -193,10 +206,7 @@ class ThreadCommunicator:
         return self._groups[axis]
 
     def tied_group(self, stages: tuple[int, ...]) -> Group:
-        ranks = tuple(
-            self.mesh.rank_at(pp=stage, dp=self._at[DATA_AXIS], tp=self._at["tp"])
-            for stage in stages
-        )
+        ranks = tuple(self.mesh.on_stage(self.rank, stage) for stage in stages)
         return self._world.group("tied", ranks, self.rank)
 
     def start_send(self, tensor: Tensor, channel: Channel) -> Work:
@@ -227,7 +237,7 @@ class ThreadCommunicator:
         pass
 
     def _queue(self, channel: Channel) -> queue.SimpleQueue[Tensor]:
-        return self._world.queue(channel, self._at[DATA_AXIS] * self.mesh.tp + self._at["tp"])
+        return self._world.queue(channel, self.mesh.on_stage(self.rank, 0))
 
 
 def thread_groups(name: str, size: int) -> tuple[ThreadGroup, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.ir.errors import InputError
+from autopar.ir.mesh import Mesh
 from autopar.ir.plan import RecomputeName, ScheduleName
 from autopar.solver.hardware import Cluster
 
@@ -26,6 +27,8 @@ class Candidate:
     pp: int
     dp_replicate: int
     dp_shard: int
+    cp: int = 1
+    ep: int = 1
     tp: int
     micro_batch_size: int
     num_micro_batches: int
@@ -35,8 +38,19 @@ class Candidate:
 
     @property
     def dp(self) -> int:
-        """Ranks among which the batch is divided."""
+        """Ranks of the data axes."""
         return self.dp_replicate * self.dp_shard
+
+    def mesh(self) -> Mesh:
+        """The mesh of these degrees."""
+        return Mesh(
+            pp=self.pp,
+            dp_replicate=self.dp_replicate,
+            dp_shard=self.dp_shard,
+            cp=self.cp,
+            ep=self.ep,
+            tp=self.tp,
+        )
 
     @property
     def per_block(self) -> bool:

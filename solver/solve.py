@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from autopar.ir.errors import InputError
 from autopar.ir.graph import ModelGraph, Role
 from autopar.ir.layout import Layout
-from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, TENSOR_AXIS, Mesh
+from autopar.ir.mesh import DATA_AXIS, TENSOR_AXIS, Mesh
 from autopar.ir.plan import (
     Alternative,
     BatchPlan,
@@ -24,6 +24,8 @@ from autopar.ir.plan import (
     SegmentPlan,
     TrainingPlan,
     layout_text,
+    placement_text,
+    plan_axes,
 )
 from autopar.ir.typecheck import check_model
 from autopar.solver.candidates import Candidate, Pins, candidates
@@ -31,7 +33,6 @@ from autopar.solver.costs.memory import itemsizes
 from autopar.solver.data_axis import DataAxis
 from autopar.solver.hardware import Cluster
 from autopar.solver.infeasible import infeasible_error
-from autopar.solver.layout.classes import Classes
 from autopar.solver.layout.decode import axis_typing, join_axes
 from autopar.solver.layout.model_facts import ModelFacts, model_facts
 from autopar.solver.predict import predict
@@ -94,12 +95,8 @@ def solve(
         raise infeasible_error(search, found, global_batch_size=global_batch_size, pin=pin)
     best, candidate = result.best, result.best.candidate
     layout = best_layout(facts, search.data_axis, best)
-    mesh = Mesh(
-        pp=candidate.pp,
-        dp_replicate=candidate.dp_replicate,
-        dp_shard=candidate.dp_shard,
-        tp=candidate.tp,
-    )
+    mesh = candidate.mesh()
+    axes = plan_axes(mesh)
     seq_len = seq_len or _sequence_length(model)
     moves: tuple[MovePlan, ...] = ()
     if describe_moves is not None:
@@ -116,7 +113,12 @@ def solve(
         ),
         cluster=cluster.ref(),
         mesh=MeshPlan(
-            pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp
+            pp=mesh.pp,
+            dp_replicate=mesh.dp_replicate,
+            dp_shard=mesh.dp_shard,
+            cp=mesh.cp,
+            ep=mesh.ep,
+            tp=mesh.tp,
         ),
         batch=BatchPlan(
             global_batch_size=global_batch_size,
@@ -130,13 +132,13 @@ def solve(
         ),
         training=training,
         pins=pin,
-        parameters=_parameters(model, facts.classes, layout, best.cuts),
+        parameters=_parameters(model, axes, layout, best.cuts),
         segments=tuple(
             SegmentPlan(stage=stage, first_block=first, last_block=last)
             for stage, first, last in best.segments
         ),
-        layout_axes=LAYOUT_AXES,
-        layout=layout_text(layout),
+        layout_axes=axes,
+        layout=layout_text(layout, axes),
         moves=moves,
         replicated_ops=replicated_ops(
             model,
@@ -156,18 +158,15 @@ def best_layout(facts: ModelFacts, data_axis: DataAxis, best: Solved) -> Layout:
     """The layout over data and tensor axes, type-checked for the degrees of the plan."""
     candidate = best.candidate
     tensor = axis_typing(facts.model, facts.classes, best.setting.problem, best.solution)
-    layout = join_axes(data_axis.typing(), tensor)
-    check_model(
-        facts.model,
-        layout,
-        degrees={DATA_AXIS: candidate.dp, TENSOR_AXIS: candidate.tp},
-        batch=candidate.micro_batch_size * candidate.dp,
-    )
+    layout = join_axes({DATA_AXIS: data_axis.typing(), TENSOR_AXIS: tensor})
+    mesh = candidate.mesh()
+    batch = candidate.micro_batch_size * mesh.batch_ranks
+    check_model(facts.model, layout, degrees=mesh.degrees(), batch=batch)
     return layout
 
 
 def _parameters(
-    model: ModelGraph, classes: Classes, layout: Layout, cuts: tuple[int, ...]
+    model: ModelGraph, axes: tuple[str, ...], layout: Layout, cuts: tuple[int, ...]
 ) -> Mapping[str, ParameterPlan]:
     placements: dict[str, tuple[str, ...]] = {}
     stages: dict[str, dict[int, None]] = {}
@@ -177,7 +176,7 @@ def _parameters(
         for node, value in zip(kind.placeholders, block.bindings, strict=True):
             if value.role is Role.PARAMETER:
                 placement = layout[block.kind][node.name].results[0]
-                placements[value.name] = tuple(map(str, placement))
+                placements[value.name] = placement_text(placement, axes)
                 stages.setdefault(value.name, {})[stage] = None
     return {
         name: ParameterPlan(
@@ -185,7 +184,7 @@ def _parameters(
             shape=parameter.shape,
             dtype=str(parameter.dtype).removeprefix("torch."),
             requires_grad=parameter.requires_grad,
-            placement=placements.get(name, ("R",) * len(LAYOUT_AXES)),
+            placement=placements.get(name, ("R",) * len(axes)),
             stages=tuple(stages.get(name, {0: None})),
         )
         for name, parameter in model.parameters.items()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -60,10 +62,9 @@ def states(
 @st.composite
 def degrees(draw: Draw[Any], *, max_ranks: int = 4) -> dict[str, int]:
     """Ranks on each layout axis, at most ``max_ranks`` together."""
-    pairs = [(dp, tp) for dp in range(1, max_ranks + 1) for tp in range(1, max_ranks + 1)]
-    fitting = [pair for pair in pairs if pair[0] * pair[1] <= max_ranks]
-    pair: tuple[int, int] = draw(st.sampled_from(fitting))
-    return dict(zip(LAYOUT_AXES, pair, strict=True))
+    every = itertools.product(range(1, max_ranks + 1), repeat=len(LAYOUT_AXES))
+    fitting = [sizes for sizes in every if math.prod(sizes) <= max_ranks]
+    return dict(zip(LAYOUT_AXES, draw(st.sampled_from(fitting)), strict=True))
 
 
 class KindBuilder:
@@ -284,6 +285,7 @@ class _LayoutDrawer:
                 rules=self.rules,
             )
             for axis in LAYOUT_AXES
+            if axis_sizes[axis] > 1
         }
 
     def layout(self) -> dict[str, NodeTyping]:
@@ -325,17 +327,17 @@ class _LayoutDrawer:
             axis: self.draw(st.sampled_from(options[node.name]))
             for axis, options in self.options.items()
         }
-        inner = LAYOUT_AXES[-1]
-        if not self.compatible(node, chosen):
-            chosen[inner] = next(
-                option
-                for option in self.options[inner][node.name]
-                if set(option.operands + option.results) <= {REPLICATED}
-            )
-        return _typing(chosen)
+        for inner in reversed(self.options):
+            if not self.compatible(node, chosen):
+                chosen[inner] = next(
+                    option
+                    for option in self.options[inner][node.name]
+                    if set(option.operands + option.results) <= {REPLICATED}
+                )
+        return _typing(node, chosen)
 
     def compatible(self, node: fx.Node, chosen: Mapping[str, Option]) -> bool:
-        typing = _typing(chosen)
+        typing = _typing(node, chosen)
         tensors = [info(used).tensor for used in operands_of(node)]
         pairs = [
             *zip(typing.operands, tensors, strict=True),
@@ -353,8 +355,11 @@ class _LayoutDrawer:
         return True
 
 
-def _typing(chosen: Mapping[str, Option]) -> NodeTyping:
-    options = chosen.values()
+def _typing(node: fx.Node, chosen: Mapping[str, Option]) -> NodeTyping:
+    """The typing of options on axes of several ranks; on others everything is ``I``."""
+    sides = (operands_of(node), info(node).tensors)
+    idle = Option(operands=(INVARIANT,) * len(sides[0]), results=(INVARIANT,) * len(sides[1]))
+    options = [chosen.get(axis, idle) for axis in LAYOUT_AXES]
     return NodeTyping(
         operands=tuple(zip(*(option.operands for option in options), strict=True)),
         results=tuple(zip(*(option.results for option in options), strict=True)),

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.placement import Placement
+from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, TENSOR_AXIS
+from autopar.ir.placement import INVARIANT, Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,21 @@ KindLayout = Mapping[str, NodeTyping]
 
 Layout = Mapping[str, KindLayout]
 """Layout of a model, by name of kind. All blocks of a kind share it."""
+
+
+def describe(placement: Placement) -> str:
+    """A placement for people: ``(dp S(0), tp I)``; further axes only where they are not ``I``."""
+    if len(placement) != len(LAYOUT_AXES):
+        return "(" + ", ".join(map(str, placement)) + ")"
+    return (
+        "("
+        + ", ".join(
+            f"{axis} {state}"
+            for axis, state in zip(LAYOUT_AXES, placement, strict=True)
+            if axis in (DATA_AXIS, TENSOR_AXIS) or state != INVARIANT
+        )
+        + ")"
+    )
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.ir.errors import InputError
@@ -10,15 +11,27 @@ from autopar.ir.errors import InputError
 PIPELINE_AXIS = "pp"
 REPLICATE_AXIS = "dp_replicate"
 SHARD_AXIS = "dp_shard"
+CONTEXT_AXIS = "cp"
+EXPERT_AXIS = "ep"
 TENSOR_AXIS = "tp"
 DATA_AXIS = "dp"
 """The calculus sees both data axes as one: ``dp`` is ``dp_replicate`` × ``dp_shard``, flattened."""
 
-MESH_AXES = (PIPELINE_AXIS, REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS)
+MESH_AXES = (PIPELINE_AXIS, REPLICATE_AXIS, SHARD_AXIS, CONTEXT_AXIS, EXPERT_AXIS, TENSOR_AXIS)
 """All axes of a mesh, outermost first: tensor-parallel ranks are neighbours inside a node."""
 
-LAYOUT_AXES = (DATA_AXIS, TENSOR_AXIS)
+LAYOUT_AXES = (DATA_AXIS, CONTEXT_AXIS, EXPERT_AXIS, TENSOR_AXIS)
 """The axes on which tensors have states, outermost first."""
+
+BATCH_AXES = (DATA_AXIS, EXPERT_AXIS)
+"""The axes that divide the batch. Expert ranks have their own sequences, and share experts."""
+
+_COMBINED = "·"
+
+
+def combined_axis(axes: Sequence[str]) -> str:
+    """The name of several mesh axes flattened into one, the outermost first; ``""`` for none."""
+    return _COMBINED.join(axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +41,8 @@ class Mesh:
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
+    cp: int = 1
+    ep: int = 1
     tp: int = 1
 
     def __post_init__(self) -> None:
@@ -39,17 +54,45 @@ class Mesh:
 
     @property
     def dp(self) -> int:
-        """Ranks among which the batch is divided."""
+        """Ranks of the flattened data axis."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def batch_ranks(self) -> int:
+        """Ranks among which the batch is divided: those of ``BATCH_AXES``."""
+        return self.dp * self.ep
 
     @property
     def num_ranks(self) -> int:
         return math.prod(self.size(axis) for axis in MESH_AXES)
 
+    def degrees(self) -> dict[str, int]:
+        """Ranks of each of ``LAYOUT_AXES``."""
+        return {axis: self.size(axis) for axis in LAYOUT_AXES}
+
+    def layout_sizes(self) -> tuple[int, ...]:
+        """Ranks of each of ``LAYOUT_AXES``, in their order."""
+        return tuple(self.size(axis) for axis in LAYOUT_AXES)
+
     def size(self, axis: str) -> int:
-        """Number of ranks along ``axis`` (a mesh axis or ``dp``)."""
-        size: int = getattr(self, axis)
-        return size
+        """Number of ranks along ``axis``: a mesh axis, ``dp``, or a combined axis."""
+        return math.prod(getattr(self, name) for name in axis.split(_COMBINED) if name)
+
+    def simplest(self, axis: str) -> str:
+        """A combined axis without its axes of one rank; ``""`` if none is left."""
+        return combined_axis([name for name in _mesh_axes(axis) if self.size(name) > 1])
+
+    def group_axes(self) -> tuple[str, ...]:
+        """All axes that have groups of ranks, in the order in which every rank makes them.
+
+        Beside single axes these are the combined ones over which gradients are summed: data axes
+        with context or expert axis, or both. ``""`` stands for groups of one rank.
+        """
+        found = dict.fromkeys((*MESH_AXES, DATA_AXIS, ""))
+        for first in ((SHARD_AXIS,), (REPLICATE_AXIS, SHARD_AXIS)):
+            for more in ((), (CONTEXT_AXIS,), (EXPERT_AXIS,), (CONTEXT_AXIS, EXPERT_AXIS)):
+                found[self.simplest(combined_axis((*first, *more)))] = None
+        return tuple(found)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Coordinate of ``rank`` on every mesh axis, and on the flattened ``dp``."""
@@ -62,9 +105,22 @@ class Mesh:
         found[DATA_AXIS] = found[REPLICATE_AXIS] * self.dp_shard + found[SHARD_AXIS]
         return found
 
-    def rank_at(self, *, pp: int = 0, dp: int = 0, tp: int = 0) -> int:
-        """The rank at a pipeline, (flattened) data and tensor coordinate."""
-        return (pp * self.dp + dp) * self.tp + tp
+    def batch_coordinate(self, rank: int) -> int:
+        """Which of the ``batch_ranks`` parts of the batch is that of ``rank``."""
+        at = self.coordinates(rank)
+        return at[DATA_AXIS] * self.ep + at[EXPERT_AXIS]
+
+    def rank_at(self, *, pp: int = 0, dp: int = 0, cp: int = 0, ep: int = 0, tp: int = 0) -> int:
+        """The rank at these coordinates (``dp`` flattened)."""
+        rank = pp
+        for axis, at in ((DATA_AXIS, dp), (CONTEXT_AXIS, cp), (EXPERT_AXIS, ep), (TENSOR_AXIS, tp)):
+            rank = rank * self.size(axis) + at
+        return rank
+
+    def on_stage(self, rank: int, stage: int) -> int:
+        """The rank of ``stage`` with all other coordinates as those of ``rank``."""
+        per_stage = self.num_ranks // self.pp
+        return stage * per_stage + rank % per_stage
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """The groups of ranks that differ only in ``axis``, each in order of its coordinate.
@@ -72,9 +128,17 @@ class Mesh:
         The order of groups is the same on every rank, so that process groups can be made from it.
         """
         members: dict[tuple[int, ...], list[int]] = {}
-        varying = {axis, REPLICATE_AXIS, SHARD_AXIS} if axis == DATA_AXIS else {axis}
+        varying = set(_mesh_axes(axis))
         for rank in range(self.num_ranks):
             at = self.coordinates(rank)
             key = tuple(at[other] for other in MESH_AXES if other not in varying)
             members.setdefault(key, []).append(rank)
         return tuple(tuple(ranks) for ranks in members.values())
+
+
+def _mesh_axes(axis: str) -> list[str]:
+    """The mesh axes that an axis consists of, outermost first."""
+    names = axis.split(_COMBINED)
+    if DATA_AXIS in names:
+        names += [REPLICATE_AXIS, SHARD_AXIS]
+    return [name for name in MESH_AXES if name in names]

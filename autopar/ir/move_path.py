@@ -54,7 +54,7 @@ def move_path(
         if placement in done:
             continue
         done.add(placement)
-        for step in _legal_steps(placement, source, target):
+        for step in _legal_steps(placement, source, target, axis_sizes):
             if step.reached not in done:
                 total = cost + _cost(step, placement, axis_sizes, requires_grad=requires_grad)
                 heapq.heappush(queue, (total, next(counter), step.reached, (*steps, step)))
@@ -69,9 +69,12 @@ def is_legal_step(source: Placement, axis: int, target: State) -> bool:
     return not any(state.is_sharded and state.dim in changed for state in source[axis + 1 :])
 
 
-def _legal_steps(placement: Placement, source: Placement, target: Placement) -> Iterator[MoveStep]:
+def _legal_steps(
+    placement: Placement, source: Placement, target: Placement, axis_sizes: tuple[int, ...]
+) -> Iterator[MoveStep]:
     for axis, state in enumerate(placement):
-        for candidate in dict.fromkeys((target[axis], source[axis], REPLICATED, INVARIANT)):
+        detours = () if axis_sizes[axis] == 1 else (source[axis], REPLICATED, INVARIANT)
+        for candidate in dict.fromkeys((target[axis], *detours)):
             if candidate == state or not is_legal_step(placement, axis, candidate):
                 continue
             reached = (*placement[:axis], candidate, *placement[axis + 1 :])

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from autopar.ir.errors import PlanFormatError
 from autopar.ir.explain import explain
 from autopar.ir.layout import Layout, NodeTyping
-from autopar.ir.mesh import LAYOUT_AXES, Mesh
+from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, TENSOR_AXIS, Mesh
 from autopar.ir.placement import Placement, parse_state
 
 PLAN_FORMAT: Literal["autopar-plan"] = "autopar-plan"
@@ -200,6 +200,8 @@ class MeshPlan:
     pp: int
     dp_replicate: int
     dp_shard: int
+    cp: int = 1
+    ep: int = 1
     tp: int
 
 
@@ -232,8 +234,15 @@ class Plan:
             pp=self.mesh.pp,
             dp_replicate=self.mesh.dp_replicate,
             dp_shard=self.mesh.dp_shard,
+            cp=self.mesh.cp,
+            ep=self.mesh.ep,
             tp=self.mesh.tp,
         )
+
+    def placement(self, states: tuple[str, ...]) -> Placement:
+        """States on ``layout_axes`` as a placement over all of ``LAYOUT_AXES``."""
+        found = dict(zip(self.layout_axes, states, strict=True))
+        return tuple(parse_state(found.get(axis, "I")) for axis in LAYOUT_AXES)
 
     def explain(self) -> str:
         """The plan in words: decisions, time and memory by cause, collectives, runners-up."""
@@ -244,12 +253,12 @@ class Plan:
         Path(path).write_text(to_json(self) + "\n")
 
     def typed_layout(self) -> Layout:
-        """The layout as placements."""
+        """The layout as placements over all of ``LAYOUT_AXES``."""
         return {
             kind: {
                 node: NodeTyping(
-                    operands=tuple(map(_placement, typing.operands)),
-                    results=tuple(map(_placement, typing.results)),
+                    operands=tuple(map(self.placement, typing.operands)),
+                    results=tuple(map(self.placement, typing.results)),
                 )
                 for node, typing in nodes.items()
             }
@@ -257,13 +266,13 @@ class Plan:
         }
 
 
-def layout_text(layout: Layout) -> dict[str, dict[str, NodePlan]]:
+def layout_text(layout: Layout, axes: tuple[str, ...]) -> dict[str, dict[str, NodePlan]]:
     """A layout in the form in which a plan stores it; inverse of ``Plan.typed_layout``."""
     return {
         kind: {
             node: NodePlan(
-                operands=tuple(tuple(map(str, placement)) for placement in typing.operands),
-                results=tuple(tuple(map(str, placement)) for placement in typing.results),
+                operands=tuple(placement_text(placement, axes) for placement in typing.operands),
+                results=tuple(placement_text(placement, axes) for placement in typing.results),
             )
             for node, typing in nodes.items()
         }
@@ -271,8 +280,15 @@ def layout_text(layout: Layout) -> dict[str, dict[str, NodePlan]]:
     }
 
 
-def _placement(states: tuple[str, ...]) -> Placement:
-    return tuple(map(parse_state, states))
+def placement_text(placement: Placement, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The states on ``axes``, the layout axes of a plan."""
+    return tuple(str(placement[LAYOUT_AXES.index(axis)]) for axis in axes)
+
+
+def plan_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The layout axes that a plan lists: data and tensor axis, and others of several ranks."""
+    always = (DATA_AXIS, TENSOR_AXIS)
+    return tuple(axis for axis in LAYOUT_AXES if axis in always or mesh.size(axis) > 1)
 
 
 _adapter: pydantic.TypeAdapter[Plan] = pydantic.TypeAdapter(Plan)
@@ -316,11 +332,9 @@ def _check_consistency(plan: Plan, where: str) -> None:
     num_ranks = plan.device_mesh().num_ranks
     if num_ranks > plan.cluster.nodes * plan.cluster.gpus_per_node:
         raise PlanFormatError(f"the mesh has {num_ranks} ranks, more than the cluster", where=where)
-    if plan.layout_axes != LAYOUT_AXES:
-        raise PlanFormatError(
-            f"layout axes {plan.layout_axes}, expected {LAYOUT_AXES}", where=where
-        )
-    per_step = plan.batch.micro_batch_size * plan.batch.num_micro_batches * plan.device_mesh().dp
+    _check_layout_axes(plan, where)
+    mesh = plan.device_mesh()
+    per_step = plan.batch.micro_batch_size * plan.batch.num_micro_batches * mesh.batch_ranks
     if per_step != plan.batch.global_batch_size:
         raise PlanFormatError(
             f"{per_step} sequences in micro-batches, but the global batch has "
@@ -336,6 +350,29 @@ def _check_consistency(plan: Plan, where: str) -> None:
             raise PlanFormatError(f"segment {index} does not continue the one before", where=where)
         expected = segment.last_block + 1
     _check_settings(plan, where)
+
+
+def _check_layout_axes(plan: Plan, where: str) -> None:
+    axes = plan.layout_axes
+    if list(axes) != [axis for axis in LAYOUT_AXES if axis in axes]:
+        raise PlanFormatError(
+            f"layout axes {axes}, expected some of {LAYOUT_AXES} in this order", where=where
+        )
+    mesh = plan.device_mesh()
+    for axis in LAYOUT_AXES:
+        if axis not in axes and mesh.size(axis) > 1:
+            raise PlanFormatError(
+                f"the layout axes {axes} lack {axis}, which has {mesh.size(axis)} ranks",
+                where=where,
+            )
+    for name, nodes in plan.layout.items():
+        for node, typing in nodes.items():
+            for states in (*typing.operands, *typing.results):
+                if len(states) != len(axes):
+                    raise PlanFormatError(
+                        f"{name}.{node} has {len(states)} states for {len(axes)} layout axes",
+                        where=where,
+                    )
 
 
 def _check_settings(plan: Plan, where: str) -> None:

@@ -24,8 +24,8 @@ from autopar.ir.graph import (
     evaluate,
     info,
 )
-from autopar.ir.layout import KindLayout, Layout, NodeTyping, operands_of
-from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES
+from autopar.ir.layout import KindLayout, Layout, NodeTyping, describe, operands_of
+from autopar.ir.mesh import BATCH_AXES, LAYOUT_AXES
 from autopar.ir.move_path import is_legal_step
 from autopar.ir.moves import move
 from autopar.ir.placement import Placement, State, StateKind, shard_sizes
@@ -124,7 +124,7 @@ def option_for(
 def outer_batch(batch: int, degrees: Mapping[str, int], axis: str) -> int:
     """Sequences per rank of the axes further out than ``axis``, if they share the batch evenly."""
     for outer in LAYOUT_AXES[: LAYOUT_AXES.index(axis)]:
-        if batch % degrees[outer] == 0:
+        if outer in BATCH_AXES and batch % degrees[outer] == 0:
             batch //= degrees[outer]
     return batch
 
@@ -132,7 +132,7 @@ def outer_batch(batch: int, degrees: Mapping[str, int], axis: str) -> int:
 def chosen_options(
     kind: BlockKind, layout: KindLayout, *, degrees: Mapping[str, int], batch: int
 ) -> dict[str, dict[str, Option]]:
-    """The option of every op of ``kind`` on every axis: node name → axis → option.
+    """The option of every op of ``kind`` on every axis of several ranks: node name → axis → option.
 
     Args:
         kind: The kind of block; moves may have been inserted.
@@ -150,6 +150,8 @@ def chosen_options(
     rules = _with_patterns_of(kind_rules(kind), kind, layout, batch)
     found: dict[str, dict[str, Option]] = {name: {} for name in rules.rules}
     for index, axis in enumerate(LAYOUT_AXES):
+        if degrees[axis] == 1:
+            continue  # all states are the same there
         options = kind_options(
             kind,
             axis=axis,
@@ -263,8 +265,8 @@ def check_model(
                 producer = model.blocks[model.producer(value)[0]]
                 raise _error(
                     node,
-                    f"is taken as {_text(taken)} by block {block.path or block.index}, but block "
-                    f"{producer.path or producer.index} gives it as {_text(given[value])}",
+                    f"is taken as {describe(taken)} by block {block.path or block.index}, but "
+                    f"block {producer.path or producer.index} gives it as {describe(given[value])}",
                     hint="a value has one placement where blocks hand it on",
                 )
     for axis, state in zip(LAYOUT_AXES, given[model.loss], strict=True):
@@ -287,7 +289,8 @@ def check_moved(kind: BlockKind, layout: KindLayout) -> None:
             given, tensor = layout[operand.name].results[0], info(operand).tensor
             if _normal(given, tensor) != _normal(demanded, tensor):
                 raise _error(
-                    node, f"demands {operand.name} as {_text(demanded)}, which is {_text(given)}"
+                    node,
+                    f"demands {operand.name} as {describe(demanded)}, which is {describe(given)}",
                 )
 
 
@@ -321,7 +324,7 @@ def _check_typing(
         for placement, tensor in zip(placements, tensors, strict=True):
             reason = placement_error(placement, tensor, degrees=degrees, batch=batch)
             if reason:
-                raise _error(node, f"cannot be placed as {_text(placement)}: {reason}")
+                raise _error(node, f"cannot be placed as {describe(placement)}: {reason}")
 
 
 def placement_error(
@@ -358,7 +361,9 @@ def _check_element(node: fx.Node, layout: KindLayout) -> None:
     tensor = info(node).tensor
     element, own = layout[source.name].results[index], layout[node.name].results[0]
     if _normal(element, tensor) != _normal(own, tensor):
-        raise _error(node, f"is {_text(own)}, but the element that it reads is {_text(element)}")
+        raise _error(
+            node, f"is {describe(own)}, but the element that it reads is {describe(element)}"
+        )
 
 
 def _check_move(node: fx.Node, typing: NodeTyping) -> None:
@@ -369,7 +374,7 @@ def _check_move(node: fx.Node, typing: NodeTyping) -> None:
     before, after = _normal(typing.operands[0], tensor), _normal(typing.results[0], tensor)
     changed = [index for index, state in enumerate(before) if state != after[index]]
     if len(changed) > 1:
-        raise _error(node, f"moves on several axes at once: {_text(before)} → {_text(after)}")
+        raise _error(node, f"moves on several axes at once: {describe(before)} → {describe(after)}")
     for index in changed:
         _, handle, *states = node.args
         assert isinstance(handle, fx.Node)
@@ -378,10 +383,14 @@ def _check_move(node: fx.Node, typing: NodeTyping) -> None:
             AXIS_HANDLE.format(LAYOUT_AXES[index]),
             *map(str, (before[index], after[index])),
         ):
-            raise _error(node, f"is typed {_text(before)} → {_text(after)}, but moves {written}")
+            raise _error(
+                node, f"is typed {describe(before)} → {describe(after)}, but moves {written}"
+            )
         if not is_legal_step(before, index, after[index]):
             raise _error(
-                node, f"moves {_text(before)} → {_text(after)}, which is not the innermost sharding"
+                node,
+                f"moves {describe(before)} → {describe(after)}, which is not the innermost "
+                "sharding",
             )
 
 
@@ -407,7 +416,3 @@ def _error(node: fx.Node, what: str, hint: str | None = None) -> PlacementError:
     source = facts.source if isinstance(facts, NodeInfo) else ""
     name = f"{node.name} ({node.target})" if node.op == "call_function" else node.name
     return PlacementError(f"{name} {what}", where=source or None, hint=hint)
-
-
-def _text(placement: Placement) -> str:
-    return "(" + ", ".join(map(str, placement)) + ")"

@@ -9,7 +9,8 @@ from torch import fx
 
 from autopar.ir.graph import BlockKind, ModelGraph
 from autopar.ir.layout import Layout, NodeTyping
-from autopar.ir.placement import State
+from autopar.ir.mesh import LAYOUT_AXES
+from autopar.ir.placement import INVARIANT, Placement, State
 from autopar.solver.layout.classes import Classes
 from autopar.solver.layout.problem import Problem, Solution
 
@@ -52,15 +53,24 @@ def axis_typing(
     return {name: of_kind(kind) for name, kind in model.kinds.items()}
 
 
-def join_axes(outer: AxisTyping, inner: AxisTyping) -> Layout:
-    """The layout over two axes."""
+def join_axes(typings: Mapping[str, AxisTyping]) -> Layout:
+    """The layout over all layout axes, from typings of some; on the others everything is ``I``."""
+    first = next(iter(typings.values()))
+
+    def joined(kind: str, node: str, side: int) -> tuple[Placement, ...]:
+        count = len(first[kind][node][side])
+        return tuple(
+            tuple(
+                typings[axis][kind][node][side][index] if axis in typings else INVARIANT
+                for axis in LAYOUT_AXES
+            )
+            for index in range(count)
+        )
+
     return {
         kind: {
-            node: NodeTyping(
-                operands=tuple(zip(operands, inner[kind][node][0], strict=True)),
-                results=tuple(zip(results, inner[kind][node][1], strict=True)),
-            )
-            for node, (operands, results) in nodes.items()
+            node: NodeTyping(operands=joined(kind, node, 0), results=joined(kind, node, 1))
+            for node in nodes
         }
-        for kind, nodes in outer.items()
+        for kind, nodes in first.items()
     }

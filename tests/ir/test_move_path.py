@@ -30,14 +30,22 @@ GRADIENT = ValueId(Role.INPUT, "g")
 
 
 def placed(text: str) -> Placement:
+    """States on two axes."""
     return tuple(parse_state(state) for state in text.split(" "))
+
+
+def over_mesh(placement: Placement) -> Placement:
+    """A placement on the data and the tensor axis over all axes."""
+    outer, inner = placement
+    return (outer, *[INVARIANT] * (len(LAYOUT_AXES) - 2), inner)
 
 
 @given(source=placements, target=placements, mesh=meshes)
 @example(source=placed("S(0) S(0)"), target=placed("R S(0)"), mesh=Mesh(dp_shard=2, tp=2))
 @example(source=placed("S(0) S(1)"), target=placed("S(1) S(0)"), mesh=Mesh(dp_shard=2, tp=2))
 def test_paths_keep_value_and_gradient(source: Placement, target: Placement, mesh: Mesh):
-    path = move_path(source, target, (mesh.dp, mesh.tp), requires_grad=True)
+    source, target = over_mesh(source), over_mesh(target)
+    path = move_path(source, target, mesh.layout_sizes(), requires_grad=True)
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(24, 72, generator=generator, dtype=torch.float64)
     gradient = torch.randn(24, 72, generator=generator, dtype=torch.float64)
@@ -54,10 +62,11 @@ def test_paths_keep_value_and_gradient(source: Placement, target: Placement, mes
         return {VALUE: moved.detach(), GRADIENT: leaf.grad}
 
     grid = on_grid(mesh, step)
-    moved = combine([[rank[VALUE] for rank in row] for row in grid], target, "value")
+    moved = combine([rank[VALUE] for rank in grid], target, mesh.layout_sizes(), "value")
     back = combine(
-        [[rank[GRADIENT] for rank in row] for row in grid],
+        [rank[GRADIENT] for rank in grid],
         tuple(state.dual() for state in source),
+        mesh.layout_sizes(),
         "gradient",
     )
     torch.testing.assert_close(moved, value)

@@ -202,7 +202,7 @@ def test_a_plan_reads_back_and_fits_the_schema(plan: Plan):
     assert from_json(text) == plan
     assert to_json(from_json(text)) == text
     SCHEMA.validate(json.loads(text))
-    assert layout_text(plan.typed_layout()) == plan.layout
+    assert layout_text(plan.typed_layout(), plan.layout_axes) == plan.layout
 
 
 @settings(max_examples=5)
@@ -303,7 +303,7 @@ def test_decisions_that_contradict_each_other_are_refused(plan: Plan):
     wrong: list[tuple[str, Plan]] = [
         ("more than the cluster", dataclasses.replace(plan, cluster=small, mesh=mesh)),
         ("global batch", dataclasses.replace(plan, batch=batch)),
-        ("layout axes", dataclasses.replace(plan, layout_axes=("tp",))),
+        ("layout axes", dataclasses.replace(plan, layout_axes=("tp", "dp"))),
         ("cover every pipeline stage", dataclasses.replace(plan, segments=())),
         ("does not continue", dataclasses.replace(plan, segments=(*plan.segments[:-1], last))),
     ]

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from torch._ops import OpOverload
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
+from torch._ops import OpOverload
 
 from autopar.ir import functional
 from autopar.ir.errors import PlacementError
@@ -25,18 +25,13 @@ from autopar.ir.graph import (
     activation,
 )
 from autopar.ir.layout import NodeTyping
-from autopar.ir.placement import Placement, parse_state
 from autopar.ir.rules.registry import has_rule
 from autopar.ir.typecheck import check_kind, check_model, chosen_options, kind_options
+from tests.passes.harness import placed
 from tests.strategies import KindBuilder, degrees, kinds, random_layout
 
 _aten = torch.ops.aten
-DEGREES = {"dp": 2, "tp": 2}
-
-
-def placed(text: str) -> Placement:
-    """``"S(0) I"``: states on the data and the tensor axis."""
-    return tuple(parse_state(part) for part in text.split(" "))
+DEGREES = {"dp": 2, "cp": 1, "ep": 1, "tp": 2}
 
 
 def typed(operands: list[str], results: list[str]) -> NodeTyping:
@@ -145,7 +140,7 @@ def test_axes_that_share_a_dim_divide_it_together() -> None:
     }
     check(residual(), layout)
     with pytest.raises(PlacementError, match="does not divide"):
-        check_kind(residual(), layout, degrees={"dp": 4, "tp": 2}, batch=4)
+        check_kind(residual(), layout, degrees={**DEGREES, "dp": 4}, batch=4)
 
 
 def loss_kind() -> BlockKind:
@@ -171,7 +166,7 @@ def test_vocabulary_parallel_loss_passes() -> None:
 
 
 def test_elements_have_the_placement_of_what_they_are_read_from() -> None:
-    with pytest.raises(PlacementError, match=r"getitem .* is \(P, P\), but the element"):
+    with pytest.raises(PlacementError, match=r"getitem .* is \(dp P, tp P\), but the element"):
         check(loss_kind(), {**LOSS, "getitem": typed([], ["P P"])})
 
 
@@ -265,7 +260,7 @@ def test_blocks_agree_at_their_boundary() -> None:
     graph, layout = model()
     layout["loss"]["logits"] = typed([], ["S(0) S(2)"])
     with pytest.raises(
-        PlacementError, match=r"S\(0\), S\(2\).* layers.2.* layers.1 gives .*S\(0\), I"
+        PlacementError, match=r"dp S\(0\), tp S\(2\).* layers.2.* layers.1 gives .*dp S\(0\), tp I"
     ):
         check_model(graph, layout, degrees=DEGREES, batch=4)
 
@@ -274,4 +269,4 @@ def test_the_loss_is_never_replicated() -> None:
     graph, layout = model(typed(["P R", "P R"], []))
     with pytest.raises(PlacementError, match="the loss is R on axis tp"):
         check_model(graph, layout, degrees=DEGREES, batch=4)
-    check_model(graph, layout, degrees={"dp": 2, "tp": 1}, batch=4)
+    check_model(graph, layout, degrees={**DEGREES, "tp": 1}, batch=4)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from autopar.ir.graph import ModelGraph, Role, ValueId
-from autopar.ir.mesh import DATA_AXIS, TENSOR_AXIS, Mesh
+from autopar.ir.mesh import LAYOUT_AXES, Mesh
 from autopar.ir.moves import assemble, take_shard
-from autopar.ir.placement import Placement, State, StateKind
+from autopar.ir.placement import INVARIANT, Placement, State, StateKind, parse_state
 from autopar.ir.program import Program, Segment, bind_axes
-from autopar.runtime.threads import ThreadGroup, run_ranks, thread_groups
+from autopar.runtime.threads import Meeting, ThreadGroup, run_ranks, thread_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ def run_program(
     parameters: Mapping[str, Tensor],
     inputs: Mapping[str, Tensor],
 ) -> Outcome:
-    """Forward and backward of one micro-batch on ``mesh.dp × mesh.tp`` threads.
+    """Forward and backward of one micro-batch on a thread for each rank of a stage.
 
     Args:
         parameters: Whole tensors by parameter name.
@@ -44,7 +44,7 @@ def run_program(
     """
 
     def rank_step(groups: Mapping[str, ThreadGroup]) -> dict[ValueId, Tensor]:
-        at = (groups[DATA_AXIS], groups[TENSOR_AXIS])
+        at = tuple(groups[axis] for axis in LAYOUT_AXES)
         values: dict[ValueId, Tensor] = {}
         for value, local in program.values.items():
             if value.role is Role.ACTIVATION:
@@ -63,7 +63,8 @@ def run_program(
         placement = placements[value]
         if dual:
             placement = tuple(state.dual() for state in placement)
-        return combine([[rank[value] for rank in row] for row in results], placement, str(value))
+        parts = [rank[value] for rank in results]
+        return combine(parts, placement, mesh.layout_sizes(), str(value))
 
     return Outcome(
         loss=gathered(model.loss),
@@ -107,18 +108,25 @@ def step(
 
 def on_grid(
     mesh: Mesh, function: Callable[[Mapping[str, ThreadGroup]], dict[ValueId, Tensor]]
-) -> list[list[dict[ValueId, Tensor]]]:
-    """``function`` on every rank, given its groups; results by data and tensor coordinate."""
-    data = [thread_groups(DATA_AXIS, mesh.dp) for _ in range(mesh.tp)]
-    tensor = [thread_groups(TENSOR_AXIS, mesh.tp) for _ in range(mesh.dp)]
+) -> list[dict[ValueId, Tensor]]:
+    """``function`` on every rank of a stage, given its groups; results in order of rank."""
+    groups: dict[int, dict[str, ThreadGroup]] = {rank: {} for rank in range(mesh.num_ranks)}
+    meetings: list[Meeting] = []
+    for axis in LAYOUT_AXES:
+        for ranks in mesh.groups(axis):
+            members = thread_groups(axis, len(ranks))
+            meetings.append(members[0].meeting)
+            for rank, member in zip(ranks, members, strict=True):
+                groups[rank][axis] = member
+    num_ranks = mesh.num_ranks // mesh.pp
+    return run_ranks(num_ranks, lambda rank: function(groups[rank]), meetings=meetings)
 
-    def run(rank: int) -> dict[ValueId, Tensor]:
-        dp, tp = divmod(rank, mesh.tp)
-        return function({DATA_AXIS: data[tp][dp], TENSOR_AXIS: tensor[dp][tp]})
 
-    meetings = [groups[0].meeting for groups in (*data, *tensor)]
-    flat = run_ranks(mesh.dp * mesh.tp, run, meetings=meetings)
-    return [flat[dp * mesh.tp : (dp + 1) * mesh.tp] for dp in range(mesh.dp)]
+def placed(text: str) -> Placement:
+    """``"S(0) I"``: states on the data and the tensor axis; ``I`` on all others."""
+    outer, inner = map(parse_state, text.split(" "))
+    between = [INVARIANT] * (len(LAYOUT_AXES) - 2)
+    return (outer, *between, inner)
 
 
 def place(tensor: Tensor, placement: Placement, at: Sequence[ThreadGroup]) -> Tensor:
@@ -131,11 +139,16 @@ def place(tensor: Tensor, placement: Placement, at: Sequence[ThreadGroup]) -> Te
     return tensor
 
 
-def combine(grid: Sequence[Sequence[Tensor]], placement: Placement, what: str) -> Tensor:
-    """The whole tensor from all ranks' parts, the innermost axis first."""
-    outer, inner = placement
-    rows = [_combine_axis(list(row), inner, what) for row in grid]
-    return _combine_axis(rows, outer, what)
+def combine(
+    parts: Sequence[Tensor], placement: Placement, sizes: Sequence[int], what: str
+) -> Tensor:
+    """The whole tensor from all ranks' parts (the last axis fastest), the innermost axis first."""
+    parts = list(parts)
+    for state, size in reversed(list(zip(placement, sizes, strict=True))):
+        groups = [parts[start : start + size] for start in range(0, len(parts), size)]
+        parts = [_combine_axis(group, state, what) for group in groups]
+    (whole,) = parts
+    return whole
 
 
 def _combine_axis(parts: list[Tensor], state: State, what: str) -> Tensor:

@@ -16,7 +16,7 @@ from torch import fx
 from autopar.ir.errors import PlacementError
 from autopar.ir.graph import BlockKind, ModelGraph, Role, TensorInfo, ValueId, activation, info
 from autopar.ir.layout import KindLayout, Layout, NodeTyping, operands_of
-from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, Mesh
+from autopar.ir.mesh import BATCH_AXES, CONTEXT_AXIS, LAYOUT_AXES, TENSOR_AXIS, Mesh
 from autopar.ir.moves import Collective, backward_of, collective_of
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATED, Placement, State, sharded
 from autopar.ir.rules.core import Option
@@ -57,8 +57,12 @@ def _choose_kind(
         node: [()] * len(info(node).tensors) for node in (*kind.placeholders, *nodes)
     }
     chosen: dict[fx.Node, dict[str, Option]] = {node: {} for node in nodes}
-    degrees = {axis: mesh.size(axis) for axis in LAYOUT_AXES}
+    degrees = mesh.degrees()
     for axis in LAYOUT_AXES:
+        if degrees[axis] == 1:
+            operands.update({node: _whole(found) for node, found in operands.items()})
+            results.update({node: _whole(found) for node, found in results.items()})
+            continue
         all_options = kind_options(
             kind, axis=axis, axis_size=degrees[axis], batch=outer_batch(batch, degrees, axis)
         )
@@ -106,6 +110,10 @@ def _choose_kind(
     }
 
 
+def _whole(placements: Sequence[Placement]) -> list[Placement]:
+    return _with(placements, [INVARIANT] * len(placements))
+
+
 def _with(placements: Sequence[Placement], states: Sequence[State]) -> list[Placement]:
     return [(*outer, state) for outer, state in zip(placements, states, strict=True)]
 
@@ -125,7 +133,7 @@ def _compatible(
 
 def can_place(tensor: TensorInfo, placement: Placement, mesh: Mesh, batch: int) -> bool:
     """Whether a tensor can have this placement on the first axes, and be whole on the others."""
-    degrees = {axis: mesh.size(axis) for axis in LAYOUT_AXES}
+    degrees = mesh.degrees()
     whole = (*placement, *(INVARIANT for _ in LAYOUT_AXES[len(placement) :]))
     return placement_error(whole, tensor, degrees=degrees, batch=batch) is None
 
@@ -170,17 +178,19 @@ def _elements(tensor: TensorInfo) -> int:
 
 
 def megatron(model: ModelGraph, *, sequence: bool = False) -> Pin:
-    """Data parallel on ``dp``; on ``tp`` the parameters of Megatron.
+    """Data parallel on ``dp`` and ``ep``, sequences on ``cp``; on ``tp`` Megatron's parameters.
 
     Between blocks activations are ``I`` on ``tp``, or sharded along the sequence.
     """
 
     def pin(value: ValueId, tensor: TensorInfo, axis: str) -> State:
         if value in (model.loss, model.weight):
-            return PARTIAL if axis == DATA_AXIS else INVARIANT
-        if axis == DATA_AXIS:
+            return INVARIANT if axis == TENSOR_AXIS else PARTIAL
+        if axis in BATCH_AXES:
             batched = value.role in (Role.ACTIVATION, Role.INPUT)
             return sharded(0) if batched else REPLICATED
+        if axis == CONTEXT_AXIS:
+            return sharded(1) if value.role is Role.ACTIVATION else REPLICATED
         if value.role is Role.ACTIVATION:
             return sharded(1) if sequence else INVARIANT
         if value.role is Role.PARAMETER and len(tensor.shape) > 1:
@@ -264,7 +274,10 @@ def _draw(
 ) -> Placement:
     """Any placement of one value; the loss and its weight are ``I`` or ``P``."""
     placement: Placement = ()
-    for _ in LAYOUT_AXES:
+    for axis in LAYOUT_AXES:
+        if mesh.size(axis) == 1:
+            placement = (*placement, INVARIANT)
+            continue
         states = [INVARIANT, PARTIAL] if sums else [INVARIANT, REPLICATED]
         if not sums:
             states += [PARTIAL] * (value.role is Role.ACTIVATION)

@@ -6,18 +6,14 @@ from autopar.ir.graph import BATCH, Role, info
 from autopar.ir.layout import NodeTyping
 from autopar.ir.mesh import Mesh
 from autopar.ir.moves import move
-from autopar.ir.placement import Placement, parse_state
 from autopar.passes.base import TypedKind
 from autopar.passes.insert_moves import InsertMoves
 from autopar.passes.remove_dead_code import RemoveDeadCode
+from tests.passes.harness import placed
 from tests.passes.random_models import HIDDEN, SEQ, aten
 from tests.strategies import KindBuilder
 
 MESH = Mesh(dp_shard=2, tp=2)
-
-
-def placed(text: str) -> Placement:
-    return tuple(parse_state(state) for state in text.split(" "))
 
 
 def op(operands: list[str], result: str) -> NodeTyping:

@@ -11,19 +11,15 @@ from autopar.ir.errors import PlacementError
 from autopar.ir.graph import BATCH, Role, info, set_info
 from autopar.ir.layout import NodeTyping
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Placement, parse_state
 from autopar.passes.base import TypedKind
 from autopar.passes.localize import localize
 from autopar.passes.verify_shapes import ShapeGroup, verify_shapes
 from autopar.runtime.threads import run_ranks, thread_groups
+from tests.passes.harness import placed
 from tests.passes.random_models import aten
 from tests.strategies import KindBuilder
 
 MESH = Mesh(dp_shard=2, tp=3)
-
-
-def placed(text: str) -> Placement:
-    return tuple(parse_state(state) for state in text.split(" "))
 
 
 def heads() -> TypedKind:

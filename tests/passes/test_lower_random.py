@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from autopar.ir.layout import Layout
-from autopar.ir.mesh import LAYOUT_AXES, Mesh
+from autopar.ir.mesh import Mesh
 from autopar.ir.plan import SegmentPlan
 from autopar.ir.typecheck import check_kind, check_moved
 from autopar.passes import lower
@@ -59,7 +59,7 @@ def test_any_layout_gives_the_loss_and_gradients_of_one_device(
         case.model,
         random_layout(case, mesh, layout),
         mesh=mesh,
-        micro_batch_size=case.batch // mesh.dp,
+        micro_batch_size=case.batch // mesh.batch_ranks,
         segments=[SegmentPlan(stage=0, first_block=0, last_block=2)],
     )
     found = run_program(program, case.model, mesh, case.parameters, case.inputs)
@@ -76,7 +76,7 @@ def test_any_cut_gives_the_loss_and_gradients_of_one_device(
         case.model,
         random_layout(case, mesh, layout),
         mesh=mesh,
-        micro_batch_size=case.batch // mesh.dp,
+        micro_batch_size=case.batch // mesh.batch_ranks,
         segments=segments,
     )
     found = run_program(program, case.model, mesh, case.parameters, case.inputs)
@@ -88,7 +88,7 @@ def test_passes_keep_kinds_well_typed_and_have_nothing_left_to_do(
     model: int, layout: int, mesh: Mesh
 ):
     case = random_case(model, layers=1)
-    degrees = {axis: mesh.size(axis) for axis in LAYOUT_AXES}
+    degrees = mesh.degrees()
     placed = place(case.model, random_layout(case, mesh, layout), mesh=mesh, batch=case.batch)
     for typed in placed.values():
         check_kind(typed.kind, typed.layout, degrees=degrees, batch=case.batch)

@@ -8,22 +8,19 @@ from autopar.ir.errors import InputError, PlacementError
 from autopar.ir.graph import BATCH, Role
 from autopar.ir.layout import KindLayout, Layout, NodeTyping
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Placement, parse_state
+from autopar.ir.placement import INVARIANT
 from autopar.ir.plan import SegmentPlan
 from autopar.ir.program import Program
 from autopar.passes import lower
 from autopar.passes.base import TypedKind
 from autopar.passes.pipeline import run_passes
+from tests.passes.harness import placed
 from tests.passes.layouts import replicated
 from tests.passes.random_models import aten, random_model
 from tests.strategies import KindBuilder
 
 MODEL = random_model(0, layers=1)
 MESH = Mesh(dp_shard=2, tp=2)
-
-
-def placed(text: str) -> Placement:
-    return tuple(parse_state(state) for state in text.split(" "))
 
 
 def lowered(layout: Layout, mesh: Mesh = MESH, micro_batch_size: int = 6) -> Program:
@@ -71,13 +68,13 @@ def test_a_missing_node_is_refused():
 
 @pytest.mark.parametrize("mesh", [MESH, Mesh()])
 def test_a_placement_with_too_few_axes_is_refused(mesh: Mesh):
-    typing = NodeTyping(operands=(), results=(placed("I"),))
-    with pytest.raises(PlacementError, match="there are 2 axes"):
+    typing = NodeTyping(operands=(), results=((INVARIANT,),))
+    with pytest.raises(PlacementError, match="there are 4 axes"):
         lowered(changed("embed", "ids", typing), mesh=mesh)
 
 
 def test_blocks_that_disagree_on_a_value_are_refused():
-    with pytest.raises(PlacementError, match=r"is taken as \(I, S\(1\)\)"):
+    with pytest.raises(PlacementError, match=r"is taken as \(dp I, tp S\(1\)\)"):
         lowered(changed("body", "x", NodeTyping(operands=(), results=(placed("I S(1)"),))))
 
 
@@ -109,7 +106,7 @@ def test_a_pass_that_breaks_the_typing_is_caught():
 
     typed = tanh_kind()
     with pytest.raises(PlacementError, match="tanh_default"):
-        run_passes(typed, [unmoved], degrees={"dp": 2, "tp": 2}, batch=12)
+        run_passes(typed, [unmoved], degrees=MESH.degrees(), batch=12)
 
 
 def tanh_kind() -> TypedKind:

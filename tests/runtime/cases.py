@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture, run_reference
 from autopar.ir.graph import ModelGraph, TensorInfo, ValueId
-from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, Mesh
+from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, MESH_AXES, Mesh
 from autopar.ir.placement import INVARIANT, State
 from autopar.ir.plan import (
     BatchPlan,
@@ -71,9 +71,7 @@ class Setup:
 
     def __str__(self) -> str:
         degrees = "".join(
-            f"{axis}{self.mesh.size(axis)}"
-            for axis in ("pp", "dp_replicate", "dp_shard", "tp")
-            if self.mesh.size(axis) > 1
+            f"{axis}{self.mesh.size(axis)}" for axis in MESH_AXES if self.mesh.size(axis) > 1
         )
         modular = "-modular" if self.modular else ""
         return (
@@ -126,7 +124,7 @@ def make_plan(setup: Setup) -> Plan:
     """A plan with Megatron's layout and one block per segment; nothing is predicted."""
     model = make_model(setup.name, setup.layers, setup.precision)
     mesh, num_blocks = setup.mesh, len(model.blocks)
-    micro_batch_size = GLOBAL_BATCH // (mesh.dp * setup.num_micro_batches)
+    micro_batch_size = GLOBAL_BATCH // (mesh.batch_ranks * setup.num_micro_batches)
     pinned = megatron(model, sequence=setup.sequence)
 
     def pin(value: ValueId, tensor: TensorInfo, axis: str) -> State:
@@ -134,7 +132,8 @@ def make_plan(setup: Setup) -> Plan:
             return INVARIANT
         return pinned(value, tensor, axis)
 
-    layout = choose_layout(model, mesh, batch=micro_batch_size * mesh.dp, pin=pin, choose=cheapest)
+    batch = micro_batch_size * mesh.batch_ranks
+    layout = choose_layout(model, mesh, batch=batch, pin=pin, choose=cheapest)
     stages = [
         block % mesh.pp if setup.modular else block * mesh.pp // num_blocks
         for block in range(num_blocks)
@@ -150,7 +149,12 @@ def make_plan(setup: Setup) -> Plan:
             fingerprint="",
         ),
         mesh=MeshPlan(
-            pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, tp=mesh.tp
+            pp=mesh.pp,
+            dp_replicate=mesh.dp_replicate,
+            dp_shard=mesh.dp_shard,
+            cp=mesh.cp,
+            ep=mesh.ep,
+            tp=mesh.tp,
         ),
         batch=BatchPlan(
             global_batch_size=GLOBAL_BATCH,
@@ -187,7 +191,7 @@ def make_plan(setup: Setup) -> Plan:
             for block, stage in enumerate(stages)
         ),
         layout_axes=LAYOUT_AXES,
-        layout=layout_text(layout),
+        layout=layout_text(layout, LAYOUT_AXES),
         moves=(),
         replicated_ops=(),
         certificate=Certificate(
