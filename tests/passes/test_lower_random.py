@@ -26,6 +26,9 @@ MESHES = (
     Mesh(dp_replicate=3, tp=2),
     Mesh(dp_shard=2, tp=3),
     Mesh(dp_replicate=2, dp_shard=2, tp=2),
+    Mesh(cp=2, tp=2),
+    Mesh(dp_shard=2, cp=3),
+    Mesh(dp_shard=2, ep=2, tp=2),
 )
 seeds = st.integers(0, 10**6)
 meshes = st.sampled_from(MESHES)

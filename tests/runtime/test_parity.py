@@ -20,6 +20,8 @@ MESHES = (
     Mesh(pp=2, dp_shard=2),
     Mesh(dp_shard=4),
     Mesh(dp_replicate=2, dp_shard=2),
+    Mesh(dp_shard=2, cp=2),
+    Mesh(cp=2, ep=2),
 )
 MODELS = ("llama", "gpt2", "transformer")
 
