@@ -558,11 +558,11 @@ def _group_norm(source: Source) -> Sample:
 @sample("scaled_dot_product_attention", "scaled_dot_product_attention dropout")
 def _attention(source: Source, name: str) -> Sample:
     batch, heads, features = source.size(), source.size(), source.number(1, 3)
-    queries, keys = source.size(), source.size()
+    queries, causal = source.size(), source.flag()
+    keys = queries if causal and source.flag() else source.size()
     groups = source.multiple() if source.flag() else 1
     query = source.floats(batch, heads * groups, queries, features)
     key, value = source.floats(batch, heads, keys, features), source.floats(batch, heads, keys, 2)
-    causal = source.flag()
     mask = None
     if not causal and source.flag():
         mask = source.floats(*source.broadcastable([batch, heads * groups, queries]), keys)

@@ -11,10 +11,13 @@ from autopar.ir.rules.registry import register
 
 _aten = torch.ops.aten
 
+CAUSAL_HELPER = "causal_attention"
+"""Helper of options that split the positions of causal attention."""
+
 
 @register(_aten.scaled_dot_product_attention.default)
 def _attention(node: fx.Node) -> Rule | None:
-    """Batch and heads may be split, and query positions where attention is not causal.
+    """Batch, heads and query positions may be split; causal positions need a helper.
 
     Groups: query head ``(m g)`` reads key head ``m``. A split of ``g`` leaves keys and values
     whole: it serves more ranks than key heads. Keys are a softmax row; a split of value features
@@ -28,7 +31,8 @@ def _attention(node: fx.Node) -> Rule | None:
         return None
     grouped = call.argument("enable_gqa") and query.shape[-3] != key.shape[-3]
     heads, key_heads = ("(m g)", "m") if grouped else ("h", "h")
-    rows = "!s" if call.argument("is_causal") else "s"
+    is_causal = bool(call.argument("is_causal"))
+    rows = "!s" if is_causal and query.shape[-2] != key.shape[-2] else "s"
     mask = call.tensor("attn_mask")
     mask_text = ["b..", heads, rows, "!t"]
     if mask is not None and len(mask.shape) < 4:
@@ -42,4 +46,5 @@ def _attention(node: fx.Node) -> Rule | None:
         },
         [f"b.. {heads} {rows} !e"],
         linear=[("value",)],
+        helpers={"s": CAUSAL_HELPER} if is_causal else None,
     )

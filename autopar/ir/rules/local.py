@@ -15,10 +15,12 @@ import torch
 from torch import fx
 
 from autopar.ir import functional
+from autopar.ir.causal import causal_attention
 from autopar.ir.errors import PlacementError
 from autopar.ir.experts import expert_dispatch, expert_slice
 from autopar.ir.graph import info
 from autopar.ir.program import axis_handle
+from autopar.ir.rules.attention import CAUSAL_HELPER
 from autopar.ir.rules.call import Call
 from autopar.ir.rules.core import Option
 from autopar.ir.rules.random import is_random, random_call
@@ -114,7 +116,7 @@ def require_compatible(node: fx.Node, options: Mapping[str, Option]) -> None:
     """Raise ``PlacementError`` if ``node`` has no local form under these options together."""
     helped = {axis: option for axis, option in options.items() if option.helper is not None}
     names = {option.helper for option in helped.values()}
-    exclusive = [axis for axis, option in helped.items() if option.helper != "mean"]
+    exclusive = [axis for axis, option in helped.items() if option.helper not in _SHARED]
     if len(names) > 1 or len(exclusive) > 1:
         listed = ", ".join(f"{axis}: {option} ({option.helper})" for axis, option in helped.items())
         raise PlacementError(
@@ -123,6 +125,9 @@ def require_compatible(node: fx.Node, options: Mapping[str, Option]) -> None:
             hint="replicate the op on one of these axes",
         )
 
+
+_SHARED = ("mean", CAUSAL_HELPER)
+"""Helpers that serve several axes together."""
 
 # A dim of which a rank holds one index must not be squeezed away.
 _RESHAPED = (
@@ -188,6 +193,21 @@ def _random(node: fx.Node, options: Mapping[str, Option]) -> LocalForm:
     return LocalForm(target=target, args=args, kwargs=kwargs)
 
 
+def _causal_attention(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
+    call = Call(node)
+    query = call.shape("query")
+    num_positions = query[-2]
+    assert isinstance(num_positions, int), "positions do not depend on the batch"
+    kwargs = {
+        "num_positions": num_positions,
+        "shards": tuple((AxisHandle(axis), str(o.results[0])) for axis, o in helped.items()),
+        "scale": call.argument("scale"),
+        "enable_gqa": call.argument("enable_gqa"),
+    }
+    names = ("query", "key", "value")
+    return LocalForm(target=causal_attention, args=tuple(map(call.argument, names)), kwargs=kwargs)
+
+
 def _experts(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
     ((axis, option),) = helped.items()
     target = {"expert_slice": expert_slice, "expert_dispatch": expert_dispatch}[str(option.helper)]
@@ -202,6 +222,7 @@ _HELPERS: dict[str, Callable[[fx.Node, Mapping[str, Option]], LocalForm]] = {
     "vocab_embedding": _vocab_embedding,
     "vocab_token_loss": _vocab_token_loss,
     "mean": _mean,
+    CAUSAL_HELPER: _causal_attention,
     "expert_slice": _experts,
     "expert_dispatch": _experts,
 }
