@@ -17,8 +17,8 @@ from autopar.api.planning import (
     plan_source,
     solve_request,
 )
-from autopar.capture import HOST, Inputs, LossFn, ModelSource, open_model
-from autopar.ir.errors import ClusterError, InputError, PlanFormatError
+from autopar.capture import Inputs, LossFn, ModelSource, open_model
+from autopar.ir.errors import ClusterError, PlanFormatError
 from autopar.ir.graph import ModelGraph
 from autopar.ir.plan import ClusterRef, Plan, PrecisionName, from_json, to_json
 from autopar.passes import lower_plan
@@ -200,7 +200,7 @@ def _run_plan(
             where=plan.model.name,
             hint="plan again: the model, its shapes or its precision have changed",
         )
-    program, weights = lower_plan(graph, plan), _weights(source, plan.training.seed)
+    program, weights = lower_plan(graph, plan), source.weights(plan.training.seed)
     communicator = connect(plan)
     try:
         engine = Engine(program, graph, plan, communicator, optimizer=optimizer)
@@ -212,15 +212,3 @@ def _run_plan(
         communicator.close()
         raise
     return CompiledModel(plan, engine)
-
-
-def _weights(source: ModelSource, seed: int) -> dict[str, Tensor]:
-    module = source.build(device=HOST, seed=seed)
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    without = sorted(name for name, parameter in parameters.items() if parameter.is_meta)
-    if without:
-        raise InputError(
-            f"parameter {without[0]} is on the meta device: there are no weights to train",
-            hint="initialize the module, or name a config that autopar can build",
-        )
-    return {name: parameter.detach() for name, parameter in parameters.items()}

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import inspect
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from autopar.capture.host import HOST
+from autopar.capture.initialize import InitialWeights, NotSeparableError
 from autopar.capture.meta import meta_parameters
 from autopar.ir.errors import InputError
+
+_log = logging.getLogger(__name__)
 
 LossFn = Callable[[Any, Mapping[str, Tensor]], Tensor]
 """``loss_fn(output, batch)``: the model's output and all inputs by name give a scalar."""
@@ -42,6 +47,15 @@ class ModelSource(Protocol):
     def build(self, *, device: str = "meta", seed: int = 0) -> nn.Module:
         """The model. On ``meta`` no weight is allocated (buffers are real); elsewhere it is
         initialized from ``seed``.
+        """
+        ...
+
+    def weights(self, seed: int = 0) -> Mapping[str, Tensor]:
+        """Initial values of all parameters: those of ``build`` off the meta device. Where they can
+        be had one by one, each is made when asked for, and not kept.
+
+        Raises:
+            InputError: A parameter has no value, and nothing says how it starts.
         """
         ...
 
@@ -94,6 +108,24 @@ class ConfigSource:
         return path.parent.name if path.name == "config.json" else path.stem
 
     def build(self, *, device: str = "meta", seed: int = 0) -> nn.Module:
+        if device != "meta":
+            weights = self._separate_weights(seed)
+            if weights is not None:
+                return weights.fill(device)
+        return self._construct(device, seed)
+
+    def weights(self, seed: int = 0) -> Mapping[str, Tensor]:
+        return self._separate_weights(seed) or parameters_of(self._construct(HOST, seed))
+
+    def _separate_weights(self, seed: int) -> InitialWeights | None:
+        """None where the model can only be initialized as a whole."""
+        try:
+            return InitialWeights(self._construct("meta", seed), seed)
+        except NotSeparableError as error:
+            _log.info("%s is initialized as a whole: %s", self.name, error)
+            return None
+
+    def _construct(self, device: str, seed: int) -> nn.Module:
         from transformers import AutoModelForCausalLM
 
         with _building(device, seed):
@@ -131,6 +163,9 @@ class FunctionSource:
 
     def build(self, *, device: str = "meta", seed: int = 0) -> nn.Module:
         return self._call(device, seed, None)[0]
+
+    def weights(self, seed: int = 0) -> Mapping[str, Tensor]:
+        return parameters_of(self.build(device=HOST, seed=seed))
 
     def example_inputs(self, seq_len: int | None = None) -> dict[str, Tensor]:
         model, inputs, _ = self._call("meta", 0, seq_len)
@@ -184,6 +219,9 @@ class ModuleSource:
     def build(self, *, device: str = "meta", seed: int = 0) -> nn.Module:
         return self.module
 
+    def weights(self, seed: int = 0) -> Mapping[str, Tensor]:
+        return InitialWeights(self.module, seed)
+
     def example_inputs(self, seq_len: int | None = None) -> dict[str, Tensor]:
         if self.inputs is not None:
             return meta_inputs(named_inputs(self.module, self.inputs))
@@ -194,6 +232,12 @@ class ModuleSource:
                 hint="pass a batch as forward takes it: a dict or tuple of tensors, batch first",
             )
         return causal_lm_inputs(config, seq_len, self.name)
+
+
+def parameters_of(module: nn.Module) -> dict[str, Tensor]:
+    """The values of all parameters, by all of their names."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {name: parameter.detach() for name, parameter in parameters}
 
 
 def causal_lm_inputs(config: Any, seq_len: int | None, where: str) -> dict[str, Tensor]:

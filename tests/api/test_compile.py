@@ -61,10 +61,27 @@ def test_one_process_is_a_world_of_one():
     assert losses[1] < losses[0]
 
 
-def test_weights_that_are_not_there_are_an_error():
+def test_weights_that_nothing_initializes_are_an_error():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.scale).sum()
+
+    batch = {"x": torch.ones(2, 4)}
+    with pytest.raises(InputError, match="scale is on the meta device, and nothing says how"):
+        autopar.compile(Scaled().to("meta"), ONE, example_batch=batch)
+
+
+def test_a_module_on_the_meta_device_trains_from_what_its_modules_say():
     module, inputs, loss_fn = tiny_transformer(1)
-    with pytest.raises(InputError, match="no weights to train"):
-        autopar.compile(module.to("meta"), ONE, example_batch=inputs, loss_fn=loss_fn)
+    batch = {name: tensor.repeat(4, 1) for name, tensor in inputs.items()}
+    with autopar.compile(module.to("meta"), ONE, example_batch=inputs, loss_fn=loss_fn) as compiled:
+        first = compiled.train_step(batch).loss
+    assert 4 < first < 6  # ln 128 is 4.85
+    assert all(parameter.is_meta for parameter in module.parameters())
 
 
 def test_more_ranks_than_run_are_an_error():
