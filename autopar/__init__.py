@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from autopar.api import Cluster, CompiledModel, Plan, compile, plan, read_plan
+    from autopar.api import Cluster, CompiledModel, Coverage, Plan, compile, ops, plan, read_plan
     from autopar.ir.errors import AutoparError
 
 __all__ = [
     "AutoparError",
     "Cluster",
     "CompiledModel",
+    "Coverage",
     "Plan",
     "__version__",
     "compile",
+    "ops",
     "plan",
     "read_plan",
 ]

@@ -10,6 +10,7 @@ from autopar.ir.rules.core import Option
 from autopar.ir.rules.registry import has_rule
 from autopar.ir.typecheck import is_op
 from autopar.solver.costs.comm import Group, Links
+from autopar.solver.costs.families import op_text
 from autopar.solver.costs.kernels import Kernels
 from autopar.solver.hardware import Cluster
 from autopar.solver.layout.costing import Coster
@@ -37,7 +38,7 @@ def replicated_ops(
                 results=(REPLICATED,) * len(info(node).tensors),
             )
             seconds = coster.op(node, option)
-            key = (str(node.target), info(node).source)
+            key = (op_text(node), info(node).source)
             count, total = found.get(key, (0, 0.0))
             each = (seconds.forward_s + seconds.backward_s) * num_micro_batches
             found[key] = (count + copies[kind.name], total + each * copies[kind.name])

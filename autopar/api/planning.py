@@ -193,15 +193,16 @@ def capture_request(request: Request, progress: Progress | None = None) -> Model
     """The graph of the request's model, in its compute dtype."""
     if progress is not None:
         progress(f"capturing {request.source.name}")
-    return _capture(request.source, request.seq_len, request.training.precision)
+    return capture_model(request.source, request.seq_len, request.training.precision)
 
 
 def capture_source(source: ModelSource, plan: Plan) -> ModelGraph:
     """The graph of a model as ``plan`` trains it."""
-    return _capture(source, plan.model.seq_len, plan.training.precision)
+    return capture_model(source, plan.model.seq_len, plan.training.precision)
 
 
-def _capture(source: ModelSource, seq_len: int | None, precision: PrecisionName) -> ModelGraph:
+def capture_model(source: ModelSource, seq_len: int | None, precision: PrecisionName) -> ModelGraph:
+    """The graph of a model, in this compute dtype."""
     return capture(
         source.build(device="meta"),
         source.example_inputs(seq_len),

@@ -95,6 +95,14 @@ def _parser() -> argparse.ArgumentParser:
             "ranks of one node itself; start it under torchrun for several nodes.",
         )
     )
+    _add_ops_arguments(
+        commands.add_parser(
+            "ops",
+            help="list the ops of a model and the rules that split them",
+            description="List each op of a model, how often it occurs, and the rule by which it is "
+            "split; an op without a rule is replicated, and what that costs is said.",
+        )
+    )
     commands.add_parser("schema", help="print the JSON Schema of a plan")
     return parser
 
@@ -143,6 +151,24 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         pins.add_argument(_flag(name), dest=name, type=int, metavar="N")
     for name, choices in CHOICE_PINS.items():
         pins.add_argument(_flag(name), dest=name, choices=choices)
+
+
+def _add_ops_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a Hugging Face config.json or its directory, or package.module:function",
+    )
+    parser.add_argument(
+        "--cluster",
+        default="a100-80gb",
+        metavar="NAME",
+        help="what the cost of replicated ops is told for (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seq-len", type=int, metavar="TOKENS", help="default: the model's longest"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:

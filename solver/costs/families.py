@@ -107,6 +107,12 @@ def op_name(node: fx.Node) -> str:
     return str(getattr(target, "__name__", target))
 
 
+def op_text(node: fx.Node) -> str:
+    """``aten.mul.Tensor``, or ``autopar.token_loss`` for a function of ours."""
+    target = node.target
+    return str(target) if isinstance(target, OpOverload) else f"autopar.{op_name(node)}"
+
+
 def family_of(node: fx.Node) -> Family:
     """The family of a ``call_function`` node."""
     name = op_name(node)

@@ -6,6 +6,7 @@
 ``(h d)``       one dim that is the product of factors, outermost first
 ``!k``          ``k`` may not be split (anywhere in the rule)
 ``_``, ``_..``  a dim, or any number of them, that stays whole
+``()``          no dim: a scalar (nothing at all means the same)
 ==============  ==================================================================================
 
 A dim of size 1 whose factor is larger elsewhere is broadcast: it carries no factor.
@@ -53,7 +54,8 @@ def parse_dims(text: str) -> Terms:
         match = _TOKEN.match(text, position)
         if match is None:
             raise InputError(f"unbalanced parenthesis in the dims {text!r}")
-        terms.append(_term(match[1], text))
+        if match[1] != "()":
+            terms.append(_term(match[1], text))
         position = match.end()
     if sum(term.repeated for term in terms) > 1:
         raise InputError(f"more than one '..' in the dims {text!r}")
@@ -219,3 +221,25 @@ def _sided(
     if len(texts) != len(tensors):
         raise InputError(f"the rule {text!r} has {len(texts)} {what}, the op has {len(tensors)}")
     return [(parse_dims(part), tensor.shape) for part, tensor in zip(texts, tensors, strict=True)]
+
+
+def rule_text(rule: Rule) -> str:
+    """A rule in the notation of this module; a dim of several blocks is ``(4:1:1 h)``."""
+    sides = (rule.operands, rule.results)
+    left, right = (
+        ", ".join(" ".join(_dim_text(dim, rule) for dim in dims) or "()" for dims in side)
+        for side in sides
+    )
+    return f"{left} -> {right}".strip()
+
+
+def _dim_text(dim: Dim, rule: Rule) -> str:
+    names = [
+        ("!" if factor in rule.unsplittable else "") + factor.replace("..", "")
+        for factor in dim.factors
+    ]
+    if not names:
+        return "_"
+    if len(dim.blocks) > 1:
+        names.insert(0, ":".join(map(str, dim.blocks)))
+    return names[0] if len(names) == 1 else f"({' '.join(names)})"
