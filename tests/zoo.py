@@ -359,6 +359,7 @@ _MODELS = (
         "t5",
         "T5ForConditionalGeneration",
         batch=_translation,
+        layers=3,
         vocab_size=VOCAB,
         d_model=HIDDEN,
         d_kv=16,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace as with_fields
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -56,10 +57,7 @@ def clean(flat: FlatGraph) -> None:
             _REWRITES[node.target](node)
         elif writes_shape(node.target):
             _write_shape(node)
-    for node in flat.calls():
-        if node.target is _aten.reshape.default:
-            _merge_reshapes(node)
-    remove_dead_code(flat)
+    tidy_reshapes(flat)
     for node in flat.calls():
         if not _has_info(node):
             user = next(iter(node.users))
@@ -68,6 +66,17 @@ def clean(flat: FlatGraph) -> None:
                 "the model computes with its batch size",
                 "take means with .mean(), or divide by a fixed number",
             )
+
+
+def tidy_reshapes(flat: FlatGraph) -> None:
+    """Of reshapes one after another one is left, or none; then dead code is removed."""
+    for node in flat.calls():
+        if node.target is _aten.reshape.default and _has_info(node):
+            _to_reshape(node)
+    for node in flat.calls():
+        if node.target is _aten.reshape.default:
+            _merge_reshapes(node)
+    remove_dead_code(flat)
 
 
 def _has_info(node: fx.Node) -> bool:
@@ -271,12 +280,28 @@ def _to_expand(node: fx.Node) -> None:
 
 
 def _repeat_to_expand(node: fx.Node) -> None:
-    """``repeat`` that only repeats dims of size 1 is an ``expand``."""
-    source = _shape(_arg(node, 0, "self"))
+    """``repeat`` is an ``expand``, of new dims where it repeats whole dims one after another."""
+    source = _arg(node, 0, "self")
     shape = _shape(node)
-    padded = (1,) * (len(shape) - len(source)) + source
+    padded = (1,) * (len(shape) - len(_shape(source))) + _shape(source)
     if all(old in (1, new) for old, new in zip(padded, shape, strict=True)):
         _to_expand(node)
+        return
+    spread: list[Size] = []
+    copied: list[Size] = []
+    for old, new in zip(padded, shape, strict=True):
+        if old not in (1, new):
+            spread.append(1)
+            copied.append(new // old if isinstance(new, int) else sympy.sympify(new / old))
+        spread.append(old)
+        copied.append(new if old == 1 else old)
+    facts = _tensor(node)
+    args = (source, _sentinels(tuple(spread)))
+    apart = emit(node.graph, node, _aten.reshape.default, args, shape=spread, dtype=facts.dtype)
+    args = (apart, _sentinels(tuple(copied)))
+    stretched = emit(node.graph, node, _aten.expand.default, args, shape=copied)
+    node.target = _aten.reshape.default
+    node.args, node.kwargs = (stretched, _sentinels(shape)), {}
 
 
 def _to_transpose(node: fx.Node) -> None:
@@ -327,6 +352,30 @@ def _matmul_to_linear(node: fx.Node) -> None:
     assert isinstance(matrix, fx.Node)
     if len(_shape(matrix)) == 2 and len(_shape(source)) >= 2:
         _multiply(node, source, _transposed(node, matrix), None)
+
+
+def _baddbmm_to_bmm(node: fx.Node) -> None:
+    """``beta · a + alpha · b @ c`` as two products and a sum."""
+    added, left, right = node.args[:3]
+    product: Any = emit(node.graph, node, _aten.bmm.default, (left, right))
+    terms: list[Any] = []
+    for term, factor in ((added, "beta"), (product, "alpha")):
+        scale = node.kwargs.get(factor, 1)
+        assert isinstance(term, fx.Node)
+        if scale != 1:
+            facts = _tensor(term)
+            term = emit(
+                node.graph,
+                node,
+                _aten.mul.Tensor,
+                (term, scale),
+                shape=facts.shape,
+                dtype=facts.dtype,
+                requires_grad=facts.requires_grad,
+            )
+        terms.append(term)
+    node.target = _aten.add.Tensor
+    node.args, node.kwargs = tuple(terms), {}
 
 
 def _unflatten_linear(node: fx.Node) -> None:
@@ -412,6 +461,7 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     _aten.split.sizes: _to_split_with_sizes,
     _aten.split_with_sizes.default: _to_split_with_sizes,
     _aten.addmm.default: _addmm_to_linear,
+    _aten.baddbmm.default: _baddbmm_to_bmm,
     _aten.mm.default: _matmul_to_linear,
     _aten.matmul.default: _matmul_to_linear,
     _aten.linear.default: _unflatten_linear,

@@ -24,13 +24,16 @@ from autopar.capture.forbidden import (
     GRADIENT_HOOKS,
     Changes,
     hooked,
+    own_backward,
     refuse_gradient_hooks,
     watched,
 )
 from autopar.capture.host import HOST
 from autopar.capture.inline import inline
 from autopar.capture.meta import MetaClone, clone_to_meta
+from autopar.capture.moe import experts_as_ops
 from autopar.capture.once import NotClosedError, Once
+from autopar.capture.pure import make_pure
 from autopar.capture.sources import LossFn
 from autopar.ir.errors import CaptureError, InputError
 from autopar.ir.graph import (
@@ -69,7 +72,11 @@ def export_graph(
         clone = clone_to_meta(model, compute_dtype)
         wrapped = _WithLoss(clone.module, loss_fn, tuple(inputs))
         once = Once(wrapped) if trace_once else None
-        program = _export(wrapped, once, inputs, compute_dtype)
+        with experts_as_ops(clone.module):
+            program = _export(wrapped, once, inputs, compute_dtype)
+        inexact = wrapped.changes.functions.first_inexact()
+        if inexact is not None:
+            raise own_backward(*inexact)
         if wrapped.changes.found:
             _refuse_changing(model, inputs, loss_fn, compute_dtype)
         try:
@@ -90,7 +97,11 @@ def _refuse_changing(
     """
     wrapped = _WithLoss(clone_to_meta(model, compute_dtype).module, loss_fn, tuple(inputs))
     try:
-        with _computing_in(compute_dtype), torch.no_grad():
+        with (
+            experts_as_ops(wrapped.model),
+            _computing_in(compute_dtype),
+            torch.no_grad(),
+        ):
             wrapped(dict(inputs))
             wrapped.changes.found.clear()
             wrapped(dict(inputs))
@@ -115,7 +126,8 @@ def _flatten(
     placeholders = _bind_placeholders(flat, program, clone, inputs)
     if once is not None:
         once.expand(graph, placeholders)
-    inline(graph, program.graph_module, flat.bindings)
+    inline(graph, program.graph_module)
+    make_pure(graph, flat.bindings)
     _attach_infos(node for node in graph.nodes if node.op != "placeholder")
     return flat
 
@@ -171,8 +183,9 @@ def _find_loss(output: Any) -> Any:
 class _Calls(TorchFunctionMode):
     """Changes some calls while a model is traced, and refuses hooks on gradients.
 
-    ``torch.tensor`` makes literals on the CPU first, so that their values are known. When computing
-    in float64, casts to float32 inside the model become casts to float64. The losses of single
+    Literals are made on the CPU first, so that their values are known: those of ``torch.tensor``,
+    ``as_tensor``, ``new_tensor`` and of lists that a tensor is indexed with. When computing in
+    float64, casts to float32 inside the model become casts to float64. The losses of single
     tokens get a dim more: without it torch takes them for a scalar where the batch is a symbol.
     """
 
@@ -194,12 +207,28 @@ class _Calls(TorchFunctionMode):
         if func in _TOKEN_LOSSES and _reduction(args, kwargs) == "none" and args[0].dim() == 2:
             wide = (tensor.unsqueeze(-1) for tensor in args[:2])
             return func(*wide, *args[2:], **kwargs).squeeze(-1)
-        if func is torch.tensor and torch.device(kwargs.get("device") or HOST).type == "meta":
+        if func in _LITERALS and torch.device(kwargs.get("device") or HOST).type == "meta":
             return func(*args, **{**kwargs, "device": HOST}).to("meta")
+        if func is Tensor.new_tensor and args[0].is_meta and "device" not in kwargs:
+            literal = {"dtype": args[0].dtype, "device": HOST, **kwargs}
+            return torch.tensor(*args[1:], **literal).to("meta")
+        if func in _INDEXING and args[0].is_meta:
+            args = (args[0], _with_literals(args[1]), *args[2:])
         return func(*args, **kwargs)
 
 
+_LITERALS = (torch.tensor, torch.as_tensor, torch.asarray)
+_INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 _TOKEN_LOSSES = (functional.cross_entropy, functional.nll_loss)
+
+
+def _with_literals(index: Any) -> Any:
+    """An index whose lists are tensors."""
+    if isinstance(index, tuple):
+        return tuple(map(_with_literals, index))
+    if isinstance(index, list) and all(isinstance(item, int) for item in index):
+        return torch.tensor(index, device=HOST).to("meta")
+    return index
 
 
 def _reduction(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

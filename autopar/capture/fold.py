@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 
 from autopar.capture.flat import FlatGraph
 from autopar.capture.partition import Partition, partition
+from autopar.ir.errors import CaptureError
 from autopar.ir.graph import Block, BlockKind, Role, ValueId, activation, info, set_info
 
 
@@ -28,8 +29,17 @@ class Folded:
 def fold(flat: FlatGraph) -> Folded:
     """Cut ``flat`` into blocks. Two are of one kind if they have the same ops, arguments, shapes,
     dtypes, wiring, outputs and constants; names do not matter. Kinds are named ``block0``,
-    ``block1``, … in order."""
+    ``block1``, … in order.
+
+    Raises:
+        CaptureError: Nothing depends on a parameter.
+    """
     drafts = _draft(flat, partition(flat))
+    if not drafts:
+        raise CaptureError(
+            "the loss is computed from no parameter",
+            hint="return a loss that depends on what is to be trained",
+        )
     produced: dict[fx.Node, ValueId] = {}
     kinds: dict[str, BlockKind] = {}
     signatures: dict[str, tuple[Any, ...]] = {}

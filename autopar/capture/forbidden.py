@@ -13,10 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
+from autopar.capture.functions import Functions
 from autopar.ir.errors import CaptureError
 
 _PLAIN = (bool, int, float, str)
+_OF_OPS = ("torch._library.", "autopar.ir.")
+"""Where custom ops have their autograd functions, which stay with them."""
 _HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 GRADIENT_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
@@ -25,14 +29,18 @@ GRADIENT_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hoo
 
 @dataclass(slots=True, eq=False)
 class Changes:
-    """Plain attributes that a forward pass gave another value: where, by name."""
+    """What is judged after the trace: plain attributes that a forward pass gave another value
+    (where, by name), and the autograd functions that it called.
+    """
 
     found: dict[str, str] = field(default_factory=dict)
+    functions: Functions = field(default_factory=Functions)
 
 
 @contextmanager
 def watched(model: nn.Module, changes: Changes) -> Iterator[None]:
-    """While active, refuse own backward passes and assignments to buffers; note ``changes``.
+    """While active, refuse assignments to buffers, trace the forward of autograd functions, and
+    note both in ``changes``.
 
     Raises:
         CaptureError: The forward pass does what a graph cannot hold.
@@ -56,7 +64,12 @@ def watched(model: nn.Module, changes: Changes) -> Iterator[None]:
         plain_set(module, name, value)
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        raise own_backward(cls.__name__)
+        if cls.__module__.startswith(_OF_OPS):
+            return plain_apply.__get__(None, cls)(*args, **kwargs)
+        if cls is CheckpointFunction:  # what is recomputed says the plan
+            function, _, *operands = args
+            return function(*operands)
+        return changes.functions.trace(cls, args, _caller())
 
     nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign,assignment]
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
@@ -67,17 +80,11 @@ def watched(model: nn.Module, changes: Changes) -> Iterator[None]:
         torch.autograd.Function.apply = plain_apply  # type: ignore[method-assign]
 
 
-def own_backward(name: str) -> CaptureError:
+def own_backward(name: str, where: str) -> CaptureError:
     """The error for a backward that is not that of the ops of its forward."""
-    if name == "CheckpointFunction":
-        return CaptureError(
-            "forward checkpoints activations",
-            where=_caller(),
-            hint="switch gradient checkpointing off: the plan says what is recomputed",
-        )
     return CaptureError(
         f"forward uses the autograd function {name}, whose backward cannot be captured",
-        where=_caller(),
+        where=where,
         hint="write it with differentiable ops, for example (y - x).detach() + x",
     )
 

@@ -17,6 +17,9 @@ _MIN_SHARE = 0.2
 do not.
 """
 
+_MIN_COMMON = 0.7
+"""Two modules of a list are similar if they share this part of the ops of the larger one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -56,6 +59,8 @@ def _repeated(children: dict[str, list[fx.Node]], num_nodes: int) -> set[str]:
     looks = {name: _look(content) for name, content in children.items()}
     counts = Counter(looks.values())
     alike = {name for name, look in looks.items() if counts[look] > 1}
+    if not alike:
+        alike = _similar({name: look for name, look in looks.items() if _is_index(name)})
     if sum(len(children[name]) for name in alike) < _MIN_SHARE * num_nodes:
         return set()
     if any(_is_index(name) for name in alike):
@@ -68,10 +73,24 @@ def _is_index(name: str) -> bool:
     return name.partition("@")[0].isdigit()
 
 
-def _look(nodes: Sequence[fx.Node]) -> int:
-    return hash(
-        tuple(
-            (node.target, *((tensor.shape, tensor.dtype) for tensor in info(node).tensors))
-            for node in nodes
+def _similar(looks: dict[str, tuple[int, ...]]) -> set[str]:
+    """Modules of a list that share most ops with another one: two layers of which the first does
+    something more.
+    """
+    ops = {name: Counter(look) for name, look in looks.items()}
+    return {
+        name
+        for name, mine in ops.items()
+        if any(
+            (mine & theirs).total() >= _MIN_COMMON * max(mine.total(), theirs.total())
+            for other, theirs in ops.items()
+            if other != name
         )
+    }
+
+
+def _look(nodes: Sequence[fx.Node]) -> tuple[int, ...]:
+    return tuple(
+        hash((node.target, *((tensor.shape, tensor.dtype) for tensor in info(node).tensors)))
+        for node in nodes
     )

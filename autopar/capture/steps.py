@@ -13,10 +13,11 @@ from autopar.capture.fold import fold
 from autopar.capture.loss import normalize_loss
 from autopar.capture.masks import simplify_masks
 from autopar.capture.sources import Inputs, LossFn, meta_inputs, named_inputs
+from autopar.capture.unmerge import unmerge
 from autopar.ir.errors import InputError
 from autopar.ir.graph import ModelGraph
 
-COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def capture(
@@ -39,7 +40,8 @@ def capture(
         example_inputs: As ``forward`` takes them, batch first. With ``loss_fn``, inputs that
             ``forward`` does not take go to the loss alone.
         loss_fn: Gives a scalar.
-        compute_dtype: What floats are computed in, inputs included: float32, bfloat16 or float64.
+        compute_dtype: What floats are computed in, inputs included: float32, bfloat16, float16 or
+            float64.
         name: Of the model; the class by default.
 
     Raises:
@@ -54,6 +56,7 @@ def capture(
     }
     flat = export_graph(model, inputs, loss_fn, compute_dtype)
     clean(flat)
+    unmerge(flat)
     simplify_masks(flat)  # before folding: a mask is large, and most are never needed
     fold_constants(flat)
     freeze_unreached(flat)

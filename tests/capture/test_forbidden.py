@@ -47,13 +47,6 @@ class _OwnBackward(_Model):
         return doubled.mean()
 
 
-class _Checkpointed(_Model):
-    def forward(self, x: Tensor) -> Tensor:
-        out: Any = checkpoint(self.linear, x, use_reentrant=True)
-        mean: Tensor = out.mean()
-        return mean
-
-
 class _TensorHook(_Model):
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.linear(x)
@@ -103,7 +96,6 @@ def _with_module_hook() -> nn.Module:
     ("model", "message"),
     [
         (_OwnBackward(), "autograd function _Tripled.*test_forbidden.py:.*in forward"),
-        (_Checkpointed(), "checkpoints activations"),
         (_TensorHook(), "a tensor has a hook on its gradient"),
         (_Assigns(), "assigns to buffer average.*test_forbidden.py:.*in forward"),
         (_Counts(), "attribute count at every call.*test_forbidden.py:.*in forward"),
@@ -133,16 +125,72 @@ def test_what_is_kept_from_the_first_call_is_no_change() -> None:
 
 
 class _Recomputed(_Model):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
     def forward(self, x: Tensor) -> Tensor:
-        out: Any = checkpoint(self.linear, x, use_reentrant=False)
+        out: Any = checkpoint(self.linear, self.linear(x), use_reentrant=self.reentrant)
         mean: Tensor = out.mean()
         return mean
 
 
-def test_checkpoints_that_autograd_sees_are_captured() -> None:
-    model = _Recomputed()
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_are_captured_as_what_they_compute(reentrant: bool) -> None:
+    model = _Recomputed(reentrant=reentrant)
     loss, gradients = captured(capture(model, X), model, X)
     expected = model(X["x"])
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(gradients["linear.weight"], model.linear.weight.grad)
+
+
+class _Doubled(torch.autograd.Function):
+    """Saves nothing, as its backward needs nothing; its gradients are those of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        ctx.save_for_backward(x)
+        return x.square() * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return 2 * x * ctx.factor * gradient, None
+
+
+class _Clipped(torch.autograd.Function):
+    """Its backward is that of its forward as long as gradients are small."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-10, 10)
+
+
+class _Calls(_Model):
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        super().__init__()
+        self.function, self.arguments = function, arguments
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.function.apply(self.linear(x), *self.arguments)
+        return out.mean()
+
+
+def test_functions_whose_backward_is_that_of_their_forward_are_captured() -> None:
+    model = _Calls(_Doubled, 3.0)
+    loss, gradients = captured(capture(model, X), model, X)
+    expected = model(X["x"])
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(gradients["linear.weight"], model.linear.weight.grad)
+
+
+def test_a_backward_that_differs_for_large_gradients_only_is_refused() -> None:
+    with pytest.raises(CaptureError, match="autograd function _Clipped"):
+        capture(_Calls(_Clipped), X)

@@ -192,7 +192,7 @@ class _NoLoss(_Model):
 class _WritesView(_Model):
     def forward(self, x: Tensor) -> Tensor:
         y = x * self.weight
-        y[:, :2].mul_(2)
+        y.as_strided((2,), (1,)).mul_(2)
         return y.mean()
 
 
