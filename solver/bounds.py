@@ -126,6 +126,5 @@ class StageBounds:
                 total = num * (each + reductions)
             firsts = first_gather + first_reduce
             exposed = np.maximum(exposed, firsts + slowdown * np.maximum(0.0, total - firsts))
-        optimizer = np.asarray(stager.optimizer_s(run_sums(stager.costs.numel)))
-        once = optimizer + run_sums(stager.costs.step_s)
+        once = run_sums(stager.optimizer_s() + stager.costs.step_s)
         return exposed + once, stream + once

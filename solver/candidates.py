@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -10,14 +11,41 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import RecomputeName, ScheduleName
 from autopar.solver.hardware import Cluster
 
-INTEGER_PINS = ("tp", "pp", "dp_replicate", "dp_shard", "micro_batch_size", "zero_stage")
+DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
+INTEGER_PINS = (*DEGREES, "micro_batch_size", "zero_stage")
 CHOICE_PINS: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "full"),
     "schedule": ("1f1b", "layered"),
 }
-FUTURE_PINS = ("cp", "ep", "virtual_stages")
+LONG_SEQUENCE = 32768
+"""Sequences of so many tokens are searched for a context axis."""
+
+MAX_CONTEXT = 64
+"""The largest context axis that is searched; larger ones can be pinned."""
+
+FUTURE_PINS = ("virtual_stages",)
+
+_FIXING = ("pp", "dp_replicate", "dp_shard", "tp")
+"""Degrees that say how many GPUs are used once all are pinned; ``cp`` and ``ep`` are 1 then, unless
+they are pinned, too.
+"""
 
 Pins = Mapping[str, int | str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divisible:
+    """What of a model the mesh has to divide.
+
+    Attributes:
+        num_blocks: Blocks; a stage has at least one.
+        seq_len: Positions, among which a context axis divides; None where nobody knows.
+        num_experts: Routed experts, among which an expert axis divides; 0 without.
+    """
+
+    num_blocks: int
+    seq_len: int | None = None
+    num_experts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +68,16 @@ class Candidate:
     def dp(self) -> int:
         """Ranks of the data axes."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def batch_ranks(self) -> int:
+        """Ranks among which the batch is divided."""
+        return self.dp * self.ep
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks over which ZeRO shards parameters that all of them use whole."""
+        return self.dp_shard * self.cp * self.ep
 
     def mesh(self) -> Mesh:
         """The mesh of these degrees."""
@@ -65,14 +103,17 @@ class Candidate:
         return self.dp > 1 or self.recompute == "full" or self.schedule == "layered"
 
     def __str__(self) -> str:
+        more = "".join(
+            f" × {name} {size}" for name, size in (("cp", self.cp), ("ep", self.ep)) if size > 1
+        )
         return (
-            f"pp {self.pp} × dp {self.dp_replicate}·{self.dp_shard} × tp {self.tp}, micro-batch "
-            f"{self.micro_batch_size} × {self.num_micro_batches}, ZeRO {self.zero_stage}, "
-            f"recompute {self.recompute}, {self.schedule}"
+            f"pp {self.pp} × dp {self.dp_replicate}·{self.dp_shard}{more} × tp {self.tp}, "
+            f"micro-batch {self.micro_batch_size} × {self.num_micro_batches}, "
+            f"ZeRO {self.zero_stage}, recompute {self.recompute}, {self.schedule}"
         )
 
 
-def check_pins(pin: Pins, cluster: Cluster, global_batch_size: int, num_blocks: int) -> None:
+def check_pins(pin: Pins, cluster: Cluster, global_batch_size: int) -> None:
     """Raise ``InputError`` for a pin that cannot hold, naming it."""
     for name, value in pin.items():
         if name in FUTURE_PINS:
@@ -91,17 +132,15 @@ def check_pins(pin: Pins, cluster: Cluster, global_batch_size: int, num_blocks: 
     product = 1
     for name, degree in degrees.items():
         product *= degree
-        if gpus % degree and len(degrees) < 4:
+        if gpus % degree and not _fixes_gpus(degrees):
             raise InputError(
                 f"{name}={degree} is pinned, but it does not divide the {gpus} GPUs of the cluster"
             )
     pinned = " × ".join(f"{name}={degree}" for name, degree in degrees.items())
     if product > gpus:
         raise InputError(f"{pinned} needs {product} GPUs, but the cluster has {gpus}")
-    if gpus % product and len(degrees) < 4:
+    if gpus % product and not _fixes_gpus(degrees):
         raise InputError(f"{pinned} is pinned: {product} ranks do not divide the {gpus} GPUs")
-    if degrees.get("pp", 1) > num_blocks:
-        raise InputError(f"pp={degrees['pp']} is pinned, but the model has {num_blocks} blocks")
     _check_batch(pin, global_batch_size)
     _check_zero(pin)
 
@@ -114,15 +153,43 @@ def _check_integer(name: str, value: object) -> None:
         raise InputError(f"{name}={value} is pinned; it can be 0, 1, 2 or 3")
 
 
+def _check_model(pin: Pins, model: Divisible) -> None:
+    """Raise ``InputError`` for a degree that the model cannot have."""
+    degrees = _degrees(pin)
+    if degrees.get("pp", 1) > model.num_blocks:
+        blocks = model.num_blocks
+        raise InputError(f"pp={degrees['pp']} is pinned, but the model has {blocks} blocks")
+    _check_context(degrees.get("cp", 1), model)
+    _check_experts(degrees.get("ep", 1), model)
+
+
+def _check_context(cp: int, model: Divisible) -> None:
+    if cp > 1 and (model.seq_len is None or model.seq_len % cp):
+        length = "an unknown number of" if model.seq_len is None else model.seq_len
+        raise InputError(f"cp={cp} is pinned, but it does not divide {length} positions")
+
+
+def _check_experts(ep: int, model: Divisible) -> None:
+    if ep > 1 and not model.num_experts:
+        raise InputError(
+            f"ep={ep} is pinned, but the model has no routed experts",
+            hint="autopar.functional.routed_experts, or a Hugging Face mixture of experts",
+        )
+    if ep > 1 and model.num_experts % ep:
+        raise InputError(f"ep={ep} is pinned, but it does not divide {model.num_experts} experts")
+
+
 def _degrees(pin: Pins) -> dict[str, int]:
-    return {
-        name: int(pin[name]) for name in ("pp", "dp_replicate", "dp_shard", "tp") if name in pin
-    }
+    return {name: int(pin[name]) for name in DEGREES if name in pin}
+
+
+def _fixes_gpus(degrees: Mapping[str, int]) -> bool:
+    return all(name in degrees for name in _FIXING)
 
 
 def _check_batch(pin: Pins, global_batch_size: int) -> None:
     product, names = 1, []
-    for name in ("dp_replicate", "dp_shard", "micro_batch_size"):
+    for name in ("dp_replicate", "dp_shard", "ep", "micro_batch_size"):
         if name in pin:
             product *= int(pin[name])
             names.append(f"{name}={pin[name]}")
@@ -135,26 +202,33 @@ def _check_batch(pin: Pins, global_batch_size: int) -> None:
 
 def _check_zero(pin: Pins) -> None:
     zero, shard = pin.get("zero_stage"), pin.get("dp_shard")
-    if zero is not None and shard is not None and (zero == 0) != (shard == 1):
+    if zero is None or shard is None:
+        return
+    if zero == 0 and shard != 1:
         raise InputError(
-            f"zero_stage={zero} and dp_shard={shard} are pinned, but ZeRO 0 means dp_shard=1 and "
-            "nothing else does"
+            f"zero_stage=0 and dp_shard={shard} are pinned, but ZeRO 0 shards nothing: dp_shard=1"
+        )
+    if zero != 0 and shard == 1 and pin.get("cp", 1) == pin.get("ep", 1) == 1:
+        raise InputError(
+            f"zero_stage={zero} and dp_shard=1 are pinned, but then there are no ranks to shard "
+            "over"
         )
 
 
 def candidates(
-    cluster: Cluster, *, global_batch_size: int, num_blocks: int, pin: Pins
+    cluster: Cluster, *, global_batch_size: int, model: Divisible, pin: Pins
 ) -> tuple[Candidate, ...]:
     """All candidates that the pins allow.
 
     Raises:
         InputError: A pin cannot hold, or the pins together leave nothing.
     """
-    check_pins(pin, cluster, global_batch_size, num_blocks)
+    check_pins(pin, cluster, global_batch_size)
+    _check_model(pin, model)
     found = tuple(
         candidate
-        for pp, tp, replicate, shard in _meshes(cluster, num_blocks, pin)
-        for candidate in _of_mesh(pp, tp, replicate, shard, global_batch_size, pin)
+        for mesh in _meshes(cluster, model, pin)
+        for candidate in _of_mesh(mesh, global_batch_size, pin)
     )
     if not found:
         pinned = ", ".join(f"{name}={value}" for name, value in pin.items()) or "nothing"
@@ -166,48 +240,80 @@ def candidates(
     return found
 
 
-def _meshes(cluster: Cluster, num_blocks: int, pin: Pins) -> Iterator[tuple[int, int, int, int]]:
-    """(pp, tp, dp_replicate, dp_shard); ZeRO shards over all data ranks unless pinned otherwise."""
+def _meshes(cluster: Cluster, model: Divisible, pin: Pins) -> Iterator[Mesh]:
+    """All meshes; ZeRO shards over all data ranks unless pinned otherwise."""
     degrees = _degrees(pin)
     gpus = cluster.num_gpus
-    if len(degrees) == 4:
-        gpus = degrees["pp"] * degrees["tp"] * degrees["dp_replicate"] * degrees["dp_shard"]
-    for pp in divisors(gpus):
-        for tp in divisors(gpus // pp):
-            dp = gpus // pp // tp
-            if degrees.get("pp", pp) != pp or degrees.get("tp", tp) != tp or pp > num_blocks:
-                continue
+    if _fixes_gpus(degrees):
+        gpus = math.prod(degrees.values())
+    for pp in _degree("pp", gpus, degrees):
+        if pp > model.num_blocks:
+            continue
+        for tp in _degree("tp", gpus // pp, degrees):
             if "tp" not in degrees and tp > cluster.gpus_per_node:
                 continue
-            if "dp_replicate" in degrees or "dp_shard" in degrees:
-                replicate = degrees.get("dp_replicate") or dp // degrees["dp_shard"] or 1
-                shard = degrees.get("dp_shard") or dp // replicate
-                if replicate * shard == dp:
-                    yield pp, tp, replicate, shard
-                continue
-            yield pp, tp, dp, 1
-            if dp > 1:
-                yield pp, tp, 1, dp
+            for cp in _context_degrees(gpus // pp // tp, degrees, model):
+                for ep in _expert_degrees(gpus // pp // tp // cp, degrees, model):
+                    dp = gpus // pp // tp // cp // ep
+                    for replicate, shard in _data_degrees(dp, degrees):
+                        yield Mesh(
+                            pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, ep=ep, tp=tp
+                        )
 
 
-def _of_mesh(
-    pp: int, tp: int, replicate: int, shard: int, global_batch_size: int, pin: Pins
-) -> Iterator[Candidate]:
-    dp = replicate * shard
-    if global_batch_size % dp:
+def _degree(name: str, gpus: int, degrees: Mapping[str, int]) -> tuple[int, ...]:
+    if name in degrees:
+        return (degrees[name],) if gpus % degrees[name] == 0 else ()
+    return divisors(gpus)
+
+
+def _context_degrees(gpus: int, degrees: Mapping[str, int], model: Divisible) -> tuple[int, ...]:
+    """Context axes are searched for long sequences: short ones are cheaper split otherwise."""
+    if "cp" in degrees:
+        return _degree("cp", gpus, degrees)
+    if model.seq_len is None or model.seq_len < LONG_SEQUENCE or _fixes_gpus(degrees):
+        return (1,)
+    return tuple(cp for cp in divisors(gpus) if cp <= MAX_CONTEXT and model.seq_len % cp == 0)
+
+
+def _expert_degrees(gpus: int, degrees: Mapping[str, int], model: Divisible) -> tuple[int, ...]:
+    if "ep" in degrees:
+        return _degree("ep", gpus, degrees)
+    if not model.num_experts or _fixes_gpus(degrees):
+        return (1,)
+    return tuple(ep for ep in divisors(gpus) if model.num_experts % ep == 0)
+
+
+def _data_degrees(dp: int, degrees: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+    """(dp_replicate, dp_shard)."""
+    if "dp_replicate" in degrees or "dp_shard" in degrees:
+        replicate = degrees.get("dp_replicate") or dp // degrees["dp_shard"] or 1
+        shard = degrees.get("dp_shard") or dp // replicate
+        if replicate * shard == dp:
+            yield replicate, shard
         return
-    share = global_batch_size // dp
+    yield dp, 1
+    if dp > 1:
+        yield 1, dp
+
+
+def _of_mesh(mesh: Mesh, global_batch_size: int, pin: Pins) -> Iterator[Candidate]:
+    if global_batch_size % mesh.batch_ranks:
+        return
+    share = global_batch_size // mesh.batch_ranks
     schedules: tuple[ScheduleName, ...] = ("1f1b", "layered")
     recomputes: tuple[RecomputeName, ...] = ("none", "full")
     for micro_batch_size in divisors(share):
-        for zero_stage in (0,) if shard == 1 else (1, 2, 3):
+        for zero_stage in _zero_stages(mesh, pin):
             for recompute in recomputes:
                 for schedule in schedules:
                     candidate = Candidate(
-                        pp=pp,
-                        dp_replicate=replicate,
-                        dp_shard=shard,
-                        tp=tp,
+                        pp=mesh.pp,
+                        dp_replicate=mesh.dp_replicate,
+                        dp_shard=mesh.dp_shard,
+                        cp=mesh.cp,
+                        ep=mesh.ep,
+                        tp=mesh.tp,
                         micro_batch_size=micro_batch_size,
                         num_micro_batches=share // micro_batch_size,
                         zero_stage=zero_stage,
@@ -216,6 +322,17 @@ def _of_mesh(
                     )
                     if _holds(candidate, pin):
                         yield candidate
+
+
+def _zero_stages(mesh: Mesh, pin: Pins) -> tuple[int, ...]:
+    """Without ZeRO there is no shard axis; with it context and expert ranks shard, too."""
+    if mesh.dp_shard > 1:
+        return (1, 2, 3)
+    if mesh.cp * mesh.ep == 1:
+        return (0,)
+    # With more than one data rank, sharding over context and expert ranks only has to be asked for.
+    asked = mesh.dp_replicate == 1 or "dp_shard" in pin or "zero_stage" in pin
+    return (0, 1, 2, 3) if asked else (0,)
 
 
 def _holds(candidate: Candidate, pin: Pins) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.graph import Block, ModelGraph, Role, TensorInfo, info
-from autopar.solver.layout.classes import Classes
+from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.problem import KindCost, Problem
 
 Floats = NDArray[np.float64]
@@ -27,10 +27,12 @@ class BlockCosts:
         input_bytes: The block's activations inputs: what recomputation starts from.
         border_bytes: What passes from block ``i - 1`` and before to block ``i`` and after.
         numel: Elements of parameters at their first use; ``shared_numel`` at every use.
+        expert_numel, shared_expert_numel: The part of them that an expert axis shards.
         recomputed: 1 for blocks that full recomputation repeats: all but the one that makes the
             loss, whose backward follows its forward at once.
         step_s: Reductions over the tensor axis, once a step.
-        parameters: Local elements of each parameter by name, for each block.
+        parameters: Local elements of each parameter by name, and whether an expert axis shards
+            it, for each block.
     """
 
     forward_s: Floats
@@ -43,9 +45,11 @@ class BlockCosts:
     border_bytes: Floats
     numel: Floats
     shared_numel: Floats
+    expert_numel: Floats
+    shared_expert_numel: Floats
     recomputed: Floats
     step_s: Floats
-    parameters: tuple[Mapping[str, int], ...] = field(repr=False)
+    parameters: tuple[Mapping[str, tuple[int, bool]], ...] = field(repr=False)
 
     @property
     def num_blocks(self) -> int:
@@ -53,11 +57,7 @@ class BlockCosts:
 
 
 def layout_costs(
-    model: ModelGraph,
-    classes: Classes,
-    problem: Problem,
-    kinds: tuple[KindCost, ...],
-    states: tuple[int, ...],
+    facts: ModelFacts, problem: Problem, kinds: tuple[KindCost, ...], states: tuple[int, ...]
 ) -> BlockCosts:
     """The costs of all blocks under a solution: ``kinds`` and the state of each class."""
     chosen = {
@@ -65,19 +65,17 @@ def layout_costs(
         for number, (found, state) in enumerate(zip(problem.classes, states, strict=True))
         if state >= 0
     }
-    return _block_costs(model, classes, kinds, chosen)
+    return _block_costs(facts, kinds, chosen)
 
 
-def least_costs(
-    model: ModelGraph, classes: Classes, problem: Problem, kinds: tuple[KindCost, ...]
-) -> BlockCosts:
+def least_costs(facts: ModelFacts, problem: Problem, kinds: tuple[KindCost, ...]) -> BlockCosts:
     """What no layout is below: ``kinds`` are lower bounds, classes have their smallest state."""
     chosen = {
         number: (min(found.numel), min(found.step_s) / max(1, found.num_members))
         for number, found in enumerate(problem.classes)
         if found.states
     }
-    return _block_costs(model, classes, kinds, chosen)
+    return _block_costs(facts, kinds, chosen)
 
 
 def least_kind_costs(problem: Problem) -> tuple[KindCost, ...]:
@@ -118,29 +116,34 @@ def least_kind_costs(problem: Problem) -> tuple[KindCost, ...]:
 
 
 def _block_costs(
-    model: ModelGraph,
-    classes: Classes,
+    facts: ModelFacts,
     kinds: tuple[KindCost, ...],
     chosen: Mapping[int, tuple[int, float]],
 ) -> BlockCosts:
+    model, classes = facts.model, facts.classes
     order = {name: number for number, name in enumerate(model.kinds)}
     costs = [kinds[order[block.kind]] for block in model.blocks]
     num = len(costs)
     numel, shared, step_s = np.zeros(num), np.zeros(num), np.zeros(num)
+    experts, shared_experts = np.zeros(num), np.zeros(num)
     inputs, borders = np.zeros(num), np.zeros(num)
-    parameters: list[dict[str, int]] = [{} for _ in range(num)]
+    parameters: list[dict[str, tuple[int, bool]]] = [{} for _ in range(num)]
     seen: set[str] = set()
     passes: dict[str, tuple[int, int, int]] = {}
     for block in model.blocks:
         kind = model.kind_of(block)
         for index, (node, value) in enumerate(zip(kind.placeholders, block.bindings, strict=True)):
-            elements, seconds = chosen.get(classes.of[block.kind, "in", index], (0, 0.0))
+            number = classes.of[block.kind, "in", index]
+            elements, seconds = chosen.get(number, (0, 0.0))
             if value.role is Role.PARAMETER:
-                parameters[block.index][value.name] = elements
+                is_expert = number in facts.experts
+                parameters[block.index][value.name] = (elements, is_expert)
                 shared[block.index] += elements
+                shared_experts[block.index] += elements * is_expert
                 if value.name not in seen:
                     seen.add(value.name)
                     numel[block.index] += elements
+                    experts[block.index] += elements * is_expert
                     step_s[block.index] += seconds
             elif value.role is Role.ACTIVATION:
                 num_bytes = _bytes(info(node).tensor, elements)
@@ -160,6 +163,8 @@ def _block_costs(
         border_bytes=borders,
         numel=numel,
         shared_numel=shared,
+        expert_numel=experts,
+        shared_expert_numel=shared_experts,
         recomputed=np.array([float(repeats(model, block)) for block in model.blocks]),
         step_s=step_s,
         parameters=tuple(parameters),

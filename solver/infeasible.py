@@ -98,14 +98,15 @@ def _relaxations(search: Search, *, global_batch_size: int, pin: Pins) -> list[s
 
 
 def _fits(search: Search, cluster: Cluster, global_batch_size: int, pin: Pins) -> bool:
-    num_blocks = len(search.facts.model.blocks)
     try:
         found = candidates(
-            cluster, global_batch_size=global_batch_size, num_blocks=num_blocks, pin=pin
+            cluster, global_batch_size=global_batch_size, model=search.divisible, pin=pin
         )
     except InputError:
         return False
-    other = search if cluster is search.cluster else Search(search.facts, cluster, search.sizes)
+    other = search
+    if cluster is not search.cluster:
+        other = Search(search.facts, cluster, search.sizes, search.divisible)
     smallest = min(candidate.micro_batch_size for candidate in found)
     return any(
         math.isfinite(other.bound(candidate))

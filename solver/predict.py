@@ -22,9 +22,10 @@ def predict(
 ) -> Prediction:
     """The prediction of a solved candidate."""
     candidate = solved.candidate
-    num_gpus = candidate.pp * candidate.dp * candidate.tp
+    num_gpus = candidate.mesh().num_ranks
     flops = model_flops(model, global_batch_size)
-    peak = getattr(cluster.hardware.chip.peak_flops, training.precision)
+    peaks = cluster.hardware.chip.peak_flops
+    peak = peaks.bf16 if training.precision == "fp16" else getattr(peaks, training.precision)
     return Prediction(
         step_s=solved.step_s,
         mfu=flops / (num_gpus * peak * solved.step_s),
@@ -70,12 +71,12 @@ def _rank(solved: Solved, stage: int) -> RankPrediction:
     forward = total(costs.forward_s)
     compute = forward + total(costs.backward_s) - comm
     again = total(costs.forward_s * costs.recomputed) if candidate.recompute == "full" else 0.0
-    optimizer = float(stager.optimizer_s(total(costs.numel))) + total(costs.step_s)
+    optimizer = total(stager.optimizer_s() + costs.step_s)
     busy, exposed = solved.simulation.busy_s[stage], solved.simulation.exposed_s[stage]
     own = num * (compute + comm + again) + optimizer
     seconds = {
         "compute": num * compute,
-        "tensor-parallel communication": num * comm,
+        "communication in layers": num * comm,
         "recomputation": num * again,
         "optimizer": optimizer,
         "exposed data-parallel communication": exposed,
@@ -85,7 +86,7 @@ def _rank(solved: Solved, stage: int) -> RankPrediction:
     causes = stager.bytes_by_cause(stager.contents(stage, first, end - 1))
     return RankPrediction(
         stage=stage,
-        num_ranks=candidate.dp * candidate.tp,
+        num_ranks=candidate.mesh().num_ranks // candidate.pp,
         peak_bytes=sum(causes.values()),
         bytes_by_cause=causes,
         seconds_by_cause=seconds,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from autopar.solver.bounds import StageBounds, exact_times
-from autopar.solver.candidates import Candidate
+from autopar.solver.candidates import Candidate, Divisible
 from autopar.solver.costs.memory import Itemsizes
 from autopar.solver.cuts import best_cuts
 from autopar.solver.data_axis import DataAxis
@@ -30,6 +30,7 @@ from autopar.solver.layout.problem import MemoryLimit, Solution
 from autopar.solver.settings import Setting, make_setting
 from autopar.solver.solved import Solved, simulate_cuts
 from autopar.solver.stages import Stager
+from autopar.solver.typed_axes import TypedAxes
 
 Progress = Callable[[str], None]
 
@@ -62,13 +63,17 @@ class Search:
         facts: ModelFacts,
         cluster: Cluster,
         sizes: Itemsizes,
+        divisible: Divisible,
+        *,
         progress: Progress | None = None,
     ) -> None:
         self.facts, self.cluster, self.sizes = facts, cluster, sizes
+        self.divisible = divisible
         self.progress = progress or (lambda _: None)
         self.data_axis = DataAxis(facts=facts, cluster=cluster)
-        self.settings: dict[tuple[int, int], Setting] = {}
-        self.too_large: dict[int, int] = {}  # by tensor degree: micro-batches that never fit
+        self.axes = TypedAxes(facts=facts, cluster=cluster)
+        self.settings: dict[tuple[int, int, int, int], Setting] = {}
+        self.too_large: dict[tuple[int, int, int], int] = {}  # by degrees: what never fits
 
     def run(self, candidates: Sequence[Candidate]) -> SearchResult:
         """The fastest candidate, and a bound on all of them."""
@@ -109,10 +114,17 @@ class Search:
         return result
 
     def setting(self, candidate: Candidate) -> Setting:
-        key = (candidate.tp, candidate.micro_batch_size)
+        key = (*_layout_degrees(candidate), candidate.micro_batch_size)
         if key not in self.settings:
             self.settings[key] = make_setting(
-                self.facts, self.cluster, tp=key[0], micro_batch_size=key[1]
+                self.facts,
+                self.cluster,
+                self.axes,
+                cp=candidate.cp,
+                ep=candidate.ep,
+                tp=candidate.tp,
+                micro_batch_size=candidate.micro_batch_size,
+                reduce_itemsize=self.sizes.reduce,
             )
         return self.settings[key]
 
@@ -131,10 +143,11 @@ class Search:
 
     def scalar_bound(self, candidate: Candidate) -> float:
         """Work spread evenly over stages, and the longest block on some stage."""
-        if candidate.micro_batch_size >= self.too_large.get(candidate.tp, math.inf):
+        degrees = _layout_degrees(candidate)
+        if candidate.micro_batch_size >= self.too_large.get(degrees, math.inf):
             return math.inf
         if self.setting(candidate).least_bytes() > self.cluster.usable_bytes:
-            self.too_large[candidate.tp] = candidate.micro_batch_size
+            self.too_large[degrees] = candidate.micro_batch_size
             return math.inf
         times = self.setting(candidate).roofline_times(candidate.recompute)
         total, num = float(times.both.sum()), candidate.num_micro_batches
@@ -222,3 +235,7 @@ class Search:
             copies=tuple(copies),
             parameter_bytes=(0.0,) * len(setting.problem.classes),
         )
+
+
+def _layout_degrees(candidate: Candidate) -> tuple[int, int, int]:
+    return candidate.cp, candidate.ep, candidate.tp

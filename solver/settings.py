@@ -1,4 +1,6 @@
-"""A setting is a tensor degree and a micro-batch size, with its problem, bounds and layouts."""
+"""A setting is what a layout depends on: degrees of the context, expert and tensor axis, and a
+micro-batch size; with its problem, bounds and layouts.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,20 @@ from autopar.solver.hardware import Cluster
 from autopar.solver.layout.build import Model, build
 from autopar.solver.layout.check import kind_costs
 from autopar.solver.layout.costing import Coster
+from autopar.solver.layout.decode import axis_typing
 from autopar.solver.layout.make import make_problem
 from autopar.solver.layout.model_facts import ModelFacts
-from autopar.solver.layout.problem import KindCost, MemoryLimit, Problem, Solution, Weights
+from autopar.solver.layout.problem import (
+    KindCost,
+    MemoryLimit,
+    MoveCost,
+    Problem,
+    Solution,
+    Weights,
+)
 from autopar.solver.layout.solve import solve_model
 from autopar.solver.layout.state import AxisRule
+from autopar.solver.typed_axes import TypedAxes
 
 _TIE_BREAK_S_PER_BYTE = 1e-18
 """Of layouts that are equally fast, the one that keeps less: a microsecond for a terabyte."""
@@ -39,10 +50,13 @@ _SMALL_KIND = 0.05
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Setting:
-    """What candidates of one tensor degree and micro-batch size share; solved when asked for."""
+    """What candidates of the same degrees and micro-batch size share; solved when asked for."""
 
     facts: ModelFacts
     cluster: Cluster
+    axes: TypedAxes
+    cp: int
+    ep: int
     tp: int
     micro_batch_size: int
     problem: Problem
@@ -70,14 +84,22 @@ class Setting:
         return self._model
 
     def costs(self, solution: Solution) -> BlockCosts:
-        """What blocks cost under a solution."""
-        return layout_costs(
-            self.facts.model,
-            self.facts.classes,
-            self.problem,
-            kind_costs(self.problem, solution),
-            solution.states,
-        )
+        """What blocks cost under a solution, collectives of all layout axes but dp included."""
+        kinds = kind_costs(self.problem, solution)
+        if self.cp * self.ep > 1:
+            typing = axis_typing(self.facts.model, self.facts.classes, self.problem, solution)
+            comm = self.axes.comm(
+                cp=self.cp,
+                ep=self.ep,
+                tp=self.tp,
+                micro_batch_size=self.micro_batch_size,
+                tensor=typing,
+            )
+            kinds = tuple(
+                _with_comm(kind, comm[name])
+                for name, kind in zip(self.problem.kinds, kinds, strict=True)
+            )
+        return layout_costs(self.facts, self.problem, kinds, solution.states)
 
     def least_bytes(self) -> float:
         """No plan needs less memory: one block by itself, its parameters sharded away."""
@@ -162,23 +184,47 @@ class Setting:
         return found
 
 
-def make_setting(facts: ModelFacts, cluster: Cluster, *, tp: int, micro_batch_size: int) -> Setting:
-    """The setting of a tensor degree and a micro-batch size."""
+def _with_comm(kind: KindCost, comm: MoveCost) -> KindCost:
+    return replace(
+        kind,
+        forward_s=kind.forward_s + comm.forward_s,
+        backward_s=kind.backward_s + comm.backward_s,
+        forward_comm_s=kind.forward_comm_s + comm.forward_s,
+        backward_comm_s=kind.backward_comm_s + comm.backward_s,
+    )
+
+
+def make_setting(
+    facts: ModelFacts,
+    cluster: Cluster,
+    axes: TypedAxes,
+    *,
+    cp: int,
+    ep: int,
+    tp: int,
+    micro_batch_size: int,
+    reduce_itemsize: int,
+) -> Setting:
+    """The setting of these degrees and a micro-batch size."""
     coster = Coster(
         Kernels(cluster.hardware),
         Links(cluster),
         group_of(cluster, size=tp, stride=1),
         micro_batch_size,
+        reduce_itemsize,
     )
-    axis = AxisRule(name=TENSOR_AXIS, shards_batch=False, idle=tp == 1)
-    problem = make_problem(facts, axis, coster)
+    axis = AxisRule(name=TENSOR_AXIS, shards_parameters=True, idle=tp == 1)
+    problem = make_problem(facts, axis, coster, axes.outer(cp=cp, ep=ep))
     least_kinds = least_kind_costs(problem)
     return Setting(
         facts=facts,
         cluster=cluster,
+        axes=axes,
+        cp=cp,
+        ep=ep,
         tp=tp,
         micro_batch_size=micro_batch_size,
         problem=problem,
         least_kinds=least_kinds,
-        least=least_costs(facts.model, facts.classes, problem, least_kinds),
+        least=least_costs(facts, problem, least_kinds),
     )

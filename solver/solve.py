@@ -28,7 +28,7 @@ from autopar.ir.plan import (
     plan_axes,
 )
 from autopar.ir.typecheck import check_model
-from autopar.solver.candidates import Candidate, Pins, candidates
+from autopar.solver.candidates import Candidate, Divisible, Pins, candidates
 from autopar.solver.costs.memory import itemsizes
 from autopar.solver.data_axis import DataAxis
 from autopar.solver.hardware import Cluster
@@ -85,11 +85,14 @@ def solve(
     pin = dict(pin or {})
     if global_batch_size < 1:
         raise InputError(f"global_batch_size is {global_batch_size}; it must be at least 1")
-    found = candidates(
-        cluster, global_batch_size=global_batch_size, num_blocks=len(model.blocks), pin=pin
-    )
     facts = model_facts(model)
-    search = Search(facts, cluster, itemsizes(training), progress)
+    seq_len = seq_len or _sequence_length(model)
+    search = Search(
+        facts, cluster, itemsizes(training), divisible(facts, seq_len), progress=progress
+    )
+    found = candidates(
+        cluster, global_batch_size=global_batch_size, model=search.divisible, pin=pin
+    )
     result = search.run(found)
     if result.best is None:
         raise infeasible_error(search, found, global_batch_size=global_batch_size, pin=pin)
@@ -97,7 +100,6 @@ def solve(
     layout = best_layout(facts, search.data_axis, best)
     mesh = candidate.mesh()
     axes = plan_axes(mesh)
-    seq_len = seq_len or _sequence_length(model)
     moves: tuple[MovePlan, ...] = ()
     if describe_moves is not None:
         moves = describe_moves(
@@ -143,7 +145,7 @@ def solve(
         replicated_ops=replicated_ops(
             model,
             cluster,
-            sequences=candidate.micro_batch_size * candidate.dp,
+            sequences=candidate.micro_batch_size * mesh.batch_ranks,
             num_micro_batches=candidate.num_micro_batches,
         ),
         certificate=_certificate(result, best, time.perf_counter() - started),
@@ -154,11 +156,19 @@ def solve(
     )
 
 
+def divisible(facts: ModelFacts, seq_len: int | None) -> Divisible:
+    """What of a model meshes have to divide."""
+    return Divisible(
+        num_blocks=len(facts.model.blocks), seq_len=seq_len, num_experts=facts.num_experts
+    )
+
+
 def best_layout(facts: ModelFacts, data_axis: DataAxis, best: Solved) -> Layout:
-    """The layout over data and tensor axes, type-checked for the degrees of the plan."""
+    """The layout over all axes, type-checked for the degrees of the plan."""
     candidate = best.candidate
     tensor = axis_typing(facts.model, facts.classes, best.setting.problem, best.solution)
-    layout = join_axes({DATA_AXIS: data_axis.typing(), TENSOR_AXIS: tensor})
+    between = best.setting.axes.typings(cp=candidate.cp, ep=candidate.ep)
+    layout = join_axes({DATA_AXIS: data_axis.typing(), **between, TENSOR_AXIS: tensor})
     mesh = candidate.mesh()
     batch = candidate.micro_batch_size * mesh.batch_ranks
     check_model(facts.model, layout, degrees=mesh.degrees(), batch=batch)

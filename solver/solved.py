@@ -64,10 +64,7 @@ def simulate_cuts(
         schedule,
         times,
         optimizer_s=[
-            float(
-                stager.optimizer_s(float(stager.costs.numel[first:end].sum()))
-                + stager.costs.step_s[first:end].sum()
-            )
+            float(stager.optimizer_s()[first:end].sum() + stager.costs.step_s[first:end].sum())
             for first, end in itertools.pairwise(cuts)
         ],
         slowdown=stager.cluster.hardware.overlap.slowdown,

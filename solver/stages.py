@@ -15,7 +15,7 @@ import numpy as np
 from autopar.ir.moves import Collective
 from autopar.solver.candidates import Candidate
 from autopar.solver.costs.comm import Group, Links, group_of
-from autopar.solver.costs.memory import Itemsizes, StageContents, rank_bytes
+from autopar.solver.costs.memory import Itemsizes, StageContents, rank_bytes, shard_numel
 from autopar.solver.facts import BlockCosts, Floats
 from autopar.solver.hardware import Cluster
 
@@ -51,49 +51,54 @@ class Stager:
     def reduce_s(self) -> Floats:
         """Seconds of reducing the gradients of each block over the data axes."""
         if self.candidate.zero_stage == 0:
-            return self._collective_s(Collective.ALL_REDUCE, self.sizes.gradient)
-        scattered = self._collective_s(Collective.REDUCE_SCATTER, self.sizes.gradient)
+            return self._collective_s(Collective.ALL_REDUCE, self.sizes.reduce)
+        scattered = self._collective_s(Collective.REDUCE_SCATTER, self.sizes.reduce)
         if self.candidate.dp_replicate == 1:
             return scattered
         links, group = Links(self.cluster), self._replicate_group()
-        numel = self.costs.numel / self.candidate.dp_shard * self.sizes.gradient
-        return scattered + np.array(
-            [links.seconds(Collective.ALL_REDUCE, n, group) for n in numel.tolist()]
+        numel = self._shard_numel(self.costs.numel, self.costs.expert_numel)
+        return scattered + _seconds_of(
+            links, Collective.ALL_REDUCE, numel * self.sizes.reduce, group
         )
 
     def _collective_s(self, collective: Collective, itemsize: int) -> Floats:
-        if self.candidate.zero_stage == 0:
-            group = self._replicate_group()
-            if collective is Collective.ALL_GATHER:
-                return np.zeros(self.costs.num_blocks)
-        else:
-            group = self._shard_group()
-        links = Links(self.cluster)
-        known: dict[float, float] = {}
-        for numel in self.costs.numel.tolist():
-            if numel not in known:
-                known[numel] = links.seconds(collective, numel * itemsize, group)
-        return np.array([known[numel] for numel in self.costs.numel.tolist()])
-
-    def _shard_group(self) -> Group:
-        return group_of(self.cluster, size=self.candidate.dp_shard, stride=self.candidate.tp)
+        """Of the parameters that context and expert ranks share, and of the experts apart."""
+        candidate = self.candidate
+        if candidate.zero_stage == 0 and collective is Collective.ALL_GATHER:
+            return np.zeros(self.costs.num_blocks)
+        ranks = (candidate.dp_shard if candidate.zero_stage else candidate.dp) * candidate.cp
+        links, experts = Links(self.cluster), self.costs.expert_numel * itemsize
+        group = group_of(self.cluster, size=ranks * candidate.ep, stride=candidate.tp)
+        total = _seconds_of(links, collective, self.costs.numel * itemsize - experts, group)
+        if not experts.any():
+            return total
+        stride = candidate.tp * candidate.ep
+        apart = group_of(self.cluster, size=ranks, stride=stride)
+        return total + _seconds_of(links, collective, experts, apart)
 
     def _replicate_group(self) -> Group:
-        stride = self.candidate.tp * self.candidate.dp_shard
+        stride = self.candidate.tp * self.candidate.num_shards
         return group_of(self.cluster, size=self.candidate.dp_replicate, stride=stride)
 
-    def optimizer_s(self, numel: Floats | float) -> Floats | float:
-        """Seconds of clipping and the optimizer on ``numel`` elements: memory-bound."""
-        candidate, hardware = self.candidate, self.cluster.hardware
-        shard = candidate.dp_shard if candidate.zero_stage else 1
+    def _shard_numel(self, numel: Floats, expert_numel: Floats) -> Floats:
+        """Elements of a rank's ZeRO shards."""
+        candidate = self.candidate
+        return shard_numel(numel, expert_numel, num_shards=candidate.num_shards, ep=candidate.ep)
+
+    def optimizer_s(self) -> Floats:
+        """Seconds of clipping and the optimizer on the parameters of each block: memory-bound."""
+        hardware = self.cluster.hardware
+        numel = self.costs.numel
+        if self.candidate.zero_stage:
+            numel = self._shard_numel(numel, self.costs.expert_numel)
         master = self.sizes.master or self.sizes.compute
         touched = 2 * self.sizes.gradient + 2 * self.sizes.moments + 2 * master + self.sizes.compute
         hbm = hardware.chip.hbm_bytes_per_s * hardware.efficiency.hbm
-        return numel / shard * touched / hbm
+        return numel * touched / hbm
 
     def message_s(self, num_bytes: float, border: int) -> float:
         """Seconds of a message of a rank from stage ``border`` to the next."""
-        per_stage = self.candidate.dp * self.candidate.tp
+        per_stage = self.candidate.mesh().num_ranks // self.candidate.pp
         per_node = self.cluster.gpus_per_node
         crosses = per_stage >= per_node or ((border + 1) * per_stage) % per_node == 0
         return Links(self.cluster).message_seconds(
@@ -117,15 +122,17 @@ class Stager:
         kept = costs.held_bytes[run] * (1 - again) + (
             inputs if candidate.per_block else np.where(np.arange(len(inputs)) == 0, inputs, 0)
         )
-        merged: dict[str, int] = {}
+        merged: dict[str, tuple[int, bool]] = {}
         for block in range(first, last + 1):
             merged.update(costs.parameters[block])
-        numel = float(sum(merged.values()))
+        numel = float(sum(elements for elements, _ in merged.values()))
+        experts = float(sum(elements for elements, is_expert in merged.values() if is_expert))
         messages = costs.border_bytes[first] if first else 0.0
         if last + 1 < costs.num_blocks:
             messages += costs.border_bytes[last + 1]
         return StageContents(
             numel=numel,
+            expert_numel=experts,
             segment_numel=float(costs.shared_numel[run].max()) if segments > 1 else numel,
             num_segments=segments,
             activation_bytes=float((kept * flying).sum()),
@@ -140,7 +147,8 @@ class Stager:
             contents,
             sizes=self.sizes,
             zero_stage=self.candidate.zero_stage,
-            dp_shard=self.candidate.dp_shard,
+            num_shards=self.candidate.num_shards,
+            ep=self.candidate.ep,
             layered=self.candidate.schedule == "layered",
             hardware=self.cluster.hardware,
         )
@@ -164,13 +172,13 @@ class Stager:
         With ``exact=False`` parameters that several blocks share count only where they are first
         used: no run that fits is called too large.
         """
-        peak = self.peak_matrix(stage, self.costs.shared_numel if exact else self.costs.numel)
+        peak = self.peak_matrix(stage, shared=exact)
         return (peak <= self.cluster.usable_bytes).astype(np.float64)
 
-    def peak_matrix(self, stage: int, numel_of_blocks: Floats | None = None) -> Floats:
-        """Peak bytes of every run as ``stage``."""
-        if numel_of_blocks is None:
-            numel_of_blocks = self.costs.shared_numel
+    def peak_matrix(self, stage: int, *, shared: bool = True) -> Floats:
+        """Peak bytes of every run as ``stage``; ``shared`` as ``exact`` of ``fits``."""
+        numel_of_blocks = self.costs.shared_numel if shared else self.costs.numel
+        experts = self.costs.shared_expert_numel if shared else self.costs.expert_numel
         candidate, costs, sizes = self.candidate, self.costs, self.sizes
         num = costs.num_blocks
         flying = np.full(num, float(self.in_flight(stage)))
@@ -192,6 +200,7 @@ class Stager:
         doubled = np.minimum(2, length) if candidate.per_block else 1
         return _peak(
             numel,
+            run_sums(experts),
             largest,
             doubled,
             kept + recomputed + run_maxima(costs.temporary_bytes) + messages,
@@ -203,6 +212,7 @@ class Stager:
 
 def _peak(
     numel: Floats,
+    experts: Floats,
     largest: Floats,
     doubled: Floats | int,
     dynamic: Floats,
@@ -212,13 +222,13 @@ def _peak(
     cluster: Cluster,
 ) -> Floats:
     """``rank_bytes`` on matrices: it is held to it by a test."""
-    memory, zero, shards = cluster.hardware.memory, candidate.zero_stage, candidate.dp_shard
-    shard = shards if zero >= 1 else 1
+    memory, zero, shards = cluster.hardware.memory, candidate.zero_stage, candidate.num_shards
+    sharded = shard_numel(numel, experts, num_shards=shards, ep=candidate.ep)
     master = sizes.master or (sizes.compute if zero in (1, 2) and shards > 1 else 0)
-    per_element = (
-        sizes.compute / (shards if zero == 3 else 1)
-        + (master + sizes.moments) / shard
-        + sizes.gradient / (shards if zero >= 2 else 1)
+    static = (
+        (sharded if zero == 3 else numel) * sizes.compute
+        + (sharded if zero >= 1 else numel) * (master + sizes.moments)
+        + (sharded if zero >= 2 else numel) * sizes.gradient
     )
     buffers = largest * sizes.compute
     if zero >= 2 and shards > 1:
@@ -227,7 +237,13 @@ def _peak(
     if zero == 3 and shards > 1:
         buffers = buffers + largest * doubled * sizes.compute
     dynamic = (dynamic + buffers) * (1 + memory.fragmentation)
-    return numel * per_element + dynamic + memory.context_bytes
+    return static + dynamic + memory.context_bytes
+
+
+def _seconds_of(links: Links, collective: Collective, num_bytes: Floats, group: Group) -> Floats:
+    """Seconds of a collective for each number of bytes; many are alike."""
+    known = {size: links.seconds(collective, size, group) for size in set(num_bytes.tolist())}
+    return np.array([known[size] for size in num_bytes.tolist()])
 
 
 def run_sums(values: Floats) -> Floats:

@@ -14,6 +14,7 @@ from autopar.solver.costs.families import op_text
 from autopar.solver.costs.kernels import Kernels
 from autopar.solver.hardware import Cluster
 from autopar.solver.layout.costing import Coster
+from autopar.solver.layout.outer import OuterAxes
 
 
 def replicated_ops(
@@ -37,7 +38,7 @@ def replicated_ops(
                 operands=(REPLICATED,) * len(operands_of(node)),
                 results=(REPLICATED,) * len(info(node).tensors),
             )
-            seconds = coster.op(node, option)
+            seconds = coster.op(node, OuterAxes().view(kind, node), option)
             key = (op_text(node), info(node).source)
             count, total = found.get(key, (0, 0.0))
             each = (seconds.forward_s + seconds.backward_s) * num_micro_batches

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import pydantic
-import torch
 from torch import nn
 
 from autopar.capture import (
@@ -24,17 +22,12 @@ from autopar.capture import (
 from autopar.ir.errors import InputError
 from autopar.ir.graph import ModelGraph
 from autopar.ir.plan import Plan, PrecisionName, TrainingPlan
+from autopar.ir.precision import DTYPES
 from autopar.passes import plan_moves
 from autopar.solver import Cluster, solve
 from autopar.solver.candidates import check_pins
 
 _log = logging.getLogger("autopar")
-
-_COMPUTE_DTYPES: Mapping[PrecisionName, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp32": torch.float32,
-    "float64": torch.float64,
-}
 
 OptimizerName = Literal["adamw", "adam", "sgd"]
 Progress = Callable[[str], None]
@@ -62,6 +55,8 @@ def plan(
     global_batch_size: int | None = None,
     seq_len: int | None = None,
     precision: PrecisionName | None = None,
+    gradient_dtype: PrecisionName | None = None,
+    reduce_dtype: PrecisionName | None = None,
     optimizer: OptimizerName = "adamw",
     learning_rate: float = 3e-4,
     weight_decay: float = 0.1,
@@ -82,8 +77,10 @@ def plan(
         loss_fn: ``loss_fn(output, batch)`` for a module whose output is no loss.
         global_batch_size: Sequences per optimizer step; default: one per GPU, at least 8.
         seq_len: Tokens per sequence; default: the model's longest.
-        precision: Of compute; default: the hardware's (bf16 on GPUs). Masters and reductions are
-            fp32 or wider.
+        precision: Of compute; default: the hardware's (bf16 on GPUs). Masters are fp32 or wider;
+            fp16 scales the loss.
+        gradient_dtype: In which gradients are accumulated; default: fp32 (float64 under float64).
+        reduce_dtype: In which gradients are sent to be summed; default: as they are accumulated.
         optimizer, learning_rate, weight_decay, betas, eps, max_grad_norm, seed: How to train.
         pin: Decisions to fix: ``tp, pp, dp_replicate, dp_shard, micro_batch_size, zero_stage,
             recompute, schedule``.
@@ -100,6 +97,8 @@ def plan(
         global_batch_size=global_batch_size,
         seq_len=seq_len,
         precision=precision,
+        gradient_dtype=gradient_dtype,
+        reduce_dtype=reduce_dtype,
         optimizer=optimizer,
         learning_rate=learning_rate,
         weight_decay=weight_decay,
@@ -119,6 +118,8 @@ def make_request(
     global_batch_size: int | None,
     seq_len: int | None,
     precision: PrecisionName | None,
+    gradient_dtype: PrecisionName | None = None,
+    reduce_dtype: PrecisionName | None = None,
     optimizer: OptimizerName,
     learning_rate: float,
     weight_decay: float,
@@ -142,12 +143,16 @@ def make_request(
     if precision is None:
         precision = cluster.default_precision
         defaults.append(f"precision {precision}")
+    if gradient_dtype is None:
+        gradient_dtype = "float64" if precision == "float64" else "fp32"
     for name, value in (("global_batch_size", global_batch_size), ("seq_len", seq_len)):
         if value is not None and not (isinstance(value, int) and value >= 1):
             raise InputError(f"{name} is {value}; it must be a whole number, at least 1")
     try:
         training = TrainingPlan(
             precision=precision,
+            gradient_dtype=gradient_dtype,
+            reduce_dtype=reduce_dtype or gradient_dtype,
             optimizer=optimizer,
             learning_rate=learning_rate,
             weight_decay=weight_decay,
@@ -160,7 +165,7 @@ def make_request(
         first = error.errors()[0]
         raise InputError(f"{first['loc'][0]} is {first['input']!r}: {first['msg']}") from None
     _check_training(training)
-    check_pins(pin or {}, cluster, global_batch_size, num_blocks=sys.maxsize)  # not yet known
+    check_pins(pin or {}, cluster, global_batch_size)
     return Request(
         source=source,
         cluster=cluster,
@@ -207,7 +212,7 @@ def capture_model(source: ModelSource, seq_len: int | None, precision: Precision
         source.build(device="meta"),
         source.example_inputs(seq_len),
         loss_fn=source.loss_fn,
-        compute_dtype=_COMPUTE_DTYPES[precision],
+        compute_dtype=DTYPES[precision],
         name=source.name,
     )
 

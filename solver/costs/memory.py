@@ -2,9 +2,9 @@
 
 ======================  ==========================================================================
 parameters              in the dtype of compute; ZeRO 3 keeps a shard
-master weights          fp32 beside bf16 parameters; ZeRO ≥ 1 keeps a shard (beside gathered ones)
+master weights          fp32 beside 16-bit parameters; ZeRO ≥ 1 keeps a shard (beside gathered ones)
 optimizer               two moments for Adam and AdamW, as master weights
-gradients               accumulated in fp32 (float64: in float64); ZeRO ≥ 2 keeps a shard
+gradients               as accumulated (by default fp32 or wider); ZeRO ≥ 2 keeps a shard
 gradient buffers        a segment's gradients before they are added or reduced
 gather buffers          ZeRO 3: the gathered parameters of two segments
 activations             what autograd keeps, or the inputs of recomputed blocks, of all
@@ -18,10 +18,17 @@ context, fragmentation  from the hardware file
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
-from autopar.ir.plan import TrainingPlan
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.ir.plan import PrecisionName, TrainingPlan
 from autopar.solver.hardware import Hardware
+
+Numel = TypeVar("Numel", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,19 +38,24 @@ class Itemsizes:
     compute: int
     master: int  # 0 where the parameters are the master weights
     moments: int
-    gradient: int
+    gradient: int  # as they are accumulated
+    reduce: int  # as they are sent
 
 
 def itemsizes(training: TrainingPlan) -> Itemsizes:
     """Bytes per element under a precision and an optimizer."""
-    compute = {"bf16": 2, "fp32": 4, "float64": 8}[training.precision]
+    compute = _ITEMSIZES[training.precision]
     wide = max(4, compute)
     return Itemsizes(
         compute=compute,
         master=wide if compute < wide else 0,
         moments=0 if training.optimizer == "sgd" else 2 * wide,
-        gradient=wide,
+        gradient=_ITEMSIZES[training.gradient_dtype],
+        reduce=_ITEMSIZES[training.reduce_dtype],
     )
+
+
+_ITEMSIZES: Mapping[PrecisionName, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "float64": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +63,8 @@ class StageContents:
     """What a rank of a stage holds.
 
     Attributes:
-        numel: Elements of its parameters, sharded over the tensor axis only.
+        numel: Elements of its parameters as segments use them: sharded over layout axes only.
+        expert_numel: The part of them that the expert axis shards.
         segment_numel: Elements of the parameters of its largest segment.
         num_segments: Segments on the stage.
         activation_bytes: Of all micro-batches in flight.
@@ -61,6 +74,7 @@ class StageContents:
     """
 
     numel: float
+    expert_numel: float
     segment_numel: float
     num_segments: int
     activation_bytes: float
@@ -69,26 +83,38 @@ class StageContents:
     message_bytes: float
 
 
+def shard_numel(numel: Numel, expert_numel: Numel, *, num_shards: int, ep: int) -> Numel:
+    """Elements of a ZeRO shard of parameters, some of which the expert axis shards already."""
+    return (numel + (ep - 1) * expert_numel) / num_shards
+
+
 def rank_bytes(
     stage: StageContents,
     *,
     sizes: Itemsizes,
     zero_stage: int,
-    dp_shard: int,
+    num_shards: int,
+    ep: int,
     layered: bool,
     hardware: Hardware,
 ) -> dict[str, int]:
-    """Bytes by cause; their sum is the peak."""
-    shard = dp_shard if zero_stage >= 1 else 1
-    stored = stage.numel / (dp_shard if zero_stage == 3 else 1)
-    accumulated = stage.numel / (dp_shard if zero_stage >= 2 else 1)
+    """Bytes by cause; their sum is the peak.
+
+    Args:
+        num_shards: Ranks over which ZeRO shards what all of them use whole; the expert axis is one
+            of their axes, so that experts have ``num_shards / ep``.
+    """
+    sharded = shard_numel(stage.numel, stage.expert_numel, num_shards=num_shards, ep=ep)
+    stored = sharded if zero_stage == 3 else stage.numel
+    accumulated = sharded if zero_stage >= 2 else stage.numel
+    updated = sharded if zero_stage >= 1 else stage.numel
     # With fp32 compute, ZeRO 1 and 2 hold their shard beside the gathered parameters.
-    master = sizes.master or (sizes.compute if zero_stage in (1, 2) and dp_shard > 1 else 0)
+    master = sizes.master or (sizes.compute if zero_stage in (1, 2) and num_shards > 1 else 0)
     gathered = 0.0
-    if zero_stage == 3 and dp_shard > 1:
+    if zero_stage == 3 and num_shards > 1:
         gathered = stage.segment_numel * min(2, stage.num_segments) * sizes.compute
     buffer = stage.segment_numel * sizes.compute
-    if zero_stage >= 2 and dp_shard > 1:
+    if zero_stage >= 2 and num_shards > 1:
         buffer += (
             stage.segment_numel * sizes.gradient * (min(2, stage.num_segments) if layered else 1)
         )
@@ -102,8 +128,8 @@ def rank_bytes(
     )
     causes: dict[str, float] = {
         "parameters": stored * sizes.compute,
-        "master weights": stage.numel / shard * master,
-        "optimizer": stage.numel / shard * sizes.moments,
+        "master weights": updated * master,
+        "optimizer": updated * sizes.moments,
         "gradients": accumulated * sizes.gradient,
         "gradient buffers": buffer,
         "gather buffers": gathered,

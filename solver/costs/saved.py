@@ -13,6 +13,7 @@ from autopar.ir.layout import operands_of
 from autopar.ir.rules.call import Call
 from autopar.solver.costs.experts import ExpertSizes, Shape
 from autopar.solver.costs.families import LINEAR, Family, family_of, op_name
+from autopar.solver.costs.products import BIASED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,7 @@ def saved_for_backward(node: fx.Node) -> Saved:
     if not any(needs) or family is Family.VIEW or name in _KEEPS_NOTHING:
         return _NOTHING
     if family is Family.PRODUCT:
-        first = 1 if name in ("addmm", "baddbmm") else 0
+        first = 1 if name in BIASED else 0
         pair = (first, first + 1)
         return Saved(operands=tuple(i for i, other in (pair, pair[::-1]) if needs[other]))
     if family is Family.ATTENTION:

@@ -17,33 +17,7 @@ from autopar.ir.layout import operands_of
 from autopar.ir.rules.call import Call
 from autopar.solver.costs.experts import ExpertSizes
 from autopar.solver.costs.families import LINEAR, Family, family_of, op_name
-
-Shape = Sequence[Size]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
-    """``batch`` products [rows, depth] · [depth, columns]; operands of ``itemsize`` bytes."""
-
-    batch: Size
-    rows: Size
-    columns: Size
-    depth: Size
-    itemsize: int
-
-    @property
-    def flops(self) -> Size:
-        return 2 * self.batch * self.rows * self.columns * self.depth
-
-    @property
-    def left_gradient(self) -> Product:
-        """The product that gives the gradient of the left operand."""
-        return replace(self, columns=self.depth, depth=self.columns)
-
-    @property
-    def right_gradient(self) -> Product:
-        """The product that gives the gradient of the right operand, transposed."""
-        return replace(self, rows=self.columns, columns=self.depth, depth=self.rows)
+from autopar.solver.costs.products import BIASED, Product, Shape, numel, product_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +47,6 @@ class Work:
 NO_WORK = Work()
 
 
-def numel(shape: Shape) -> Size:
-    """Elements of a tensor."""
-    total: Size = 1
-    for size in shape:
-        total = total * size
-    return total
-
-
 def forward_work(
     node: fx.Node, operands: Sequence[Shape], results: Sequence[Shape], *, dispatch: int = 1
 ) -> Work:
@@ -92,7 +58,7 @@ def forward_work(
     if family is Family.VIEW:
         return NO_WORK
     if family is Family.PRODUCT:
-        return Work(products=(_product(node, operands, results),), num_kernels=1)
+        return Work(products=(product_of(node, operands, results),), num_kernels=1)
     if family is Family.ATTENTION:
         flops = 4 * numel(operands[0]) * operands[1][-2]
         scores = flops // 2 if _is_causal(node) else flops
@@ -117,8 +83,8 @@ def backward_work(
     if not any(needs) or family is Family.VIEW:
         return NO_WORK
     if family is Family.PRODUCT:
-        product = _product(node, operands, results)
-        skipped = 1 if op_name(node) in ("addmm", "baddbmm") else 0
+        product = product_of(node, operands, results)
+        skipped = 1 if op_name(node) in BIASED else 0
         num = sum(needs[skipped : skipped + 2])
         turned = (product.left_gradient, product.right_gradient)
         chosen = tuple(part for part, need in zip(turned, needs[skipped:], strict=False) if need)
@@ -180,25 +146,6 @@ def global_shapes(node: fx.Node) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
     """Shapes of operands and results as captured."""
     operands = tuple(info(operand).tensor.shape for operand in operands_of(node))
     return operands, tuple(tensor.shape for tensor in info(node).tensors)
-
-
-def _product(node: fx.Node, operands: Sequence[Shape], results: Sequence[Shape]) -> Product:
-    name = op_name(node)
-    left = operands[1] if name in ("addmm", "baddbmm") else operands[0]
-    right = operands[2] if name in ("addmm", "baddbmm") else operands[1]
-    itemsize = _itemsize(node)
-    depth = left[-1]
-    if name == "linear":
-        columns = right[0] if len(right) > 1 else 1
-        return Product(
-            batch=1, rows=numel(left[:-1]), columns=columns, depth=depth, itemsize=itemsize
-        )
-    columns = right[-1] if len(right) > 1 else 1
-    rows = left[-2] if len(left) > 1 else 1
-    batch = numel(results[0][:-2]) if len(left) > 1 and len(right) > 1 else 1
-    if len(right) == 2 and len(left) > 2:  # one matrix for all: a tall product
-        rows, batch = numel(left[:-1]), 1
-    return Product(batch=batch, rows=rows, columns=columns, depth=depth, itemsize=itemsize)
 
 
 def _expert_products(sizes: ExpertSizes) -> tuple[Product, Product]:

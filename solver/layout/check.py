@@ -18,7 +18,8 @@ def kind_costs(problem: Problem, solution: Solution) -> tuple[KindCost, ...]:
         option = op.options[choice]
         forward[op.kind] += option.forward_s
         backward[op.kind] += option.backward_s
-        forward_comm[op.kind] += option.comm_s
+        forward_comm[op.kind] += option.forward_comm_s
+        backward_comm[op.kind] += option.backward_comm_s
         transient[op.kind] = max(transient[op.kind], option.transient_bytes)
         for value, state in zip(op.operands, option.option.operands, strict=True):
             demanded.add((value, problem.values[value].demanded.index(state)))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from torch import fx
 
-from autopar.ir.graph import TensorInfo, info
-from autopar.ir.layout import operands_of
+from autopar.ir.graph import TensorInfo
 from autopar.ir.moves import Collective, backward_of, collective_of
 from autopar.ir.placement import State
 from autopar.ir.rules.core import Option
@@ -15,13 +15,10 @@ from autopar.solver.costs.comm import Group, Links
 from autopar.solver.costs.families import Family, family_of
 from autopar.solver.costs.kernels import Kernels
 from autopar.solver.costs.work import backward_work, forward_work
+from autopar.solver.layout.outer import NodeView, causal_imbalance
 from autopar.solver.layout.problem import MoveCost
 
 Shape = tuple[int, ...]
-
-GRADIENT_ITEMSIZE = 4
-"""Gradients of parameters are accumulated and reduced in fp32 (float64 stays float64)."""
-
 
 @dataclass(frozen=True, slots=True)
 class OpSeconds:
@@ -29,7 +26,8 @@ class OpSeconds:
 
     forward_s: float
     backward_s: float
-    comm_s: float
+    forward_comm_s: float
+    backward_comm_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +38,7 @@ class Coster:
     links: Links
     group: Group
     batch: int
+    reduce_itemsize: int = 4
     _shapes: dict[int, tuple[TensorInfo, Shape]] = field(default_factory=dict, repr=False)
 
     def shape(self, tensor: TensorInfo, state: State) -> Shape:
@@ -64,38 +63,37 @@ class Coster:
         """Bytes on a rank."""
         return self.numel(tensor, state) * tensor.dtype.itemsize
 
-    def op(self, node: fx.Node, option: Option) -> OpSeconds:
+    def op(self, node: fx.Node, view: NodeView, option: Option) -> OpSeconds:
         """Seconds of a node under an option."""
-        operands = [
-            self.shape(info(operand).tensor, state)
-            for operand, state in zip(operands_of(node), option.operands, strict=True)
-        ]
-        tensors = info(node).tensors
-        results = [self.shape(t, s) for t, s in zip(tensors, option.results, strict=True)]
-        comm = self._helper_comm(option, operands) if option.helper else 0.0
-        dispatch = self.dispatch(option)
+        operands = self.operand_shapes(view, option)
+        results = [self.shape(t, s) for t, s in zip(view.results, option.results, strict=True)]
+        comm = self._helper_comm(option, view, operands) if option.helper else (0.0, 0.0)
+        dispatch = self.dispatch(view, option)
         forward = self.kernels.seconds(forward_work(node, operands, results, dispatch=dispatch))
         backward = self.kernels.seconds(
             backward_work(node, operands, results, dispatch=dispatch), backward=True
         )
-        return OpSeconds(forward + comm, backward, comm)
+        factor = view.imbalance
+        if option.helper is not None:
+            factor *= causal_imbalance(node, option.results[0], self.group.size)
+        return OpSeconds(factor * forward + comm[0], factor * backward + comm[1], *comm)
 
-    def dispatch(self, option: Option) -> int:
+    def operand_shapes(self, view: NodeView, option: Option) -> list[Shape]:
+        """Shapes of a node's operands on a rank."""
+        return [self.shape(t, s) for t, s in zip(view.operands, option.operands, strict=True)]
+
+    def dispatch(self, view: NodeView, option: Option) -> int:
         """Ranks that send each other the tokens of their experts."""
-        return self.group.size if option.helper == "expert_dispatch" else 1
+        return view.dispatch * (self.group.size if option.helper == "expert_dispatch" else 1)
 
-    def transient_bytes(self, node: fx.Node, option: Option) -> int:
+    def transient_bytes(self, node: fx.Node, view: NodeView, option: Option) -> int:
         """Operands and results, as the backward of the op has their gradients beside what is kept.
 
         A loss has the logits twice more, in fp32: as they are and as their gradient.
         """
         pairs = [
-            *zip(
-                (info(operand).tensor for operand in operands_of(node)),
-                option.operands,
-                strict=True,
-            ),
-            *zip(info(node).tensors, option.results, strict=True),
+            *zip(view.operands, option.operands, strict=True),
+            *zip(view.results, option.results, strict=True),
         ]
         total = sum(self.bytes(t, s) for t, s in pairs if t.requires_grad)
         if family_of(node) is Family.LOSS:
@@ -139,21 +137,26 @@ class Coster:
         hbm = hardware.chip.hbm_bytes_per_s * hardware.efficiency.hbm
         return max(copied / hbm, hardware.chip.launch_s)
 
-    def _helper_comm(self, option: Option, operands: list[Shape]) -> float:
-        if option.helper != "vocab_token_loss":
-            return 0.0
-        tokens = 1
-        for size in operands[0][:-1]:
-            tokens *= size
-        reduce = Collective.ALL_REDUCE
-        return self.links.seconds(reduce, 4 * tokens, self.group) + self.links.seconds(
-            reduce, 8 * tokens, self.group
-        )
+    def _helper_comm(
+        self, option: Option, view: NodeView, operands: list[Shape]
+    ) -> tuple[float, float]:
+        """Seconds of the collectives of a helper, forward and backward."""
+        tokens = math.prod(operands[0][:-1])
+        if option.helper == "vocab_token_loss":
+            reduce = Collective.ALL_REDUCE
+            sums = self.links.seconds(reduce, 4 * tokens, self.group)
+            return sums + self.links.seconds(reduce, 8 * tokens, self.group), 0.0
+        if option.helper == "expert_dispatch":  # to the experts and back
+            chosen = operands[1][-1]
+            row = operands[0][-1] * view.operands[0].dtype.itemsize
+            whole = tokens * chosen * row * self.group.size
+            once = self.links.seconds(Collective.ALL_TO_ALL, whole, self.group)
+            return 2 * once, 2 * once
+        return 0.0, 0.0
 
     def parameter_step_seconds(self, tensor: TensorInfo, state: State) -> float:
         """Reduction of a parameter's gradient over the axis, once a step: all-reduce of ``R``."""
         if not tensor.requires_grad or not state.is_whole or str(state) == "I":
             return 0.0
-        itemsize = max(GRADIENT_ITEMSIZE, tensor.dtype.itemsize)
-        num_bytes = self.numel(tensor, state) * itemsize
+        num_bytes = self.numel(tensor, state) * self.reduce_itemsize
         return self.links.seconds(Collective.ALL_REDUCE, num_bytes, self.group)

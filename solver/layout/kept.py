@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from autopar.ir.graph import Role, info
-from autopar.ir.layout import operands_of
-from autopar.ir.placement import State
+from autopar.ir.graph import Role, TensorInfo
+from autopar.ir.placement import INVARIANT, State
 from autopar.ir.rules.core import Option
 from autopar.solver.costs.saved import own_bytes, saved_for_backward
 from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.draft import Draft
+from autopar.solver.layout.outer import NodeView
 from autopar.solver.layout.problem import Held
 
 
@@ -26,7 +26,7 @@ class KeptTensors:
     def __init__(self, coster: Coster, drafts: Sequence[Draft]) -> None:
         self.coster, self.drafts = coster, drafts
         self.tensors: list[Held] = []
-        self._numbers: dict[tuple[int, State], int] = {}
+        self._numbers: dict[tuple[int, State, float], int] = {}
         self._looks_at: dict[tuple[int, State], tuple[int, State]] = {}
 
     def note_view(self, view: int, state: State, value: int, value_state: State) -> None:
@@ -34,18 +34,23 @@ class KeptTensors:
         self._looks_at.setdefault((view, state), (value, value_state))
 
     def by(
-        self, node: fx.Node, option: Option, operands: Sequence[int], results: Sequence[int]
+        self,
+        node: fx.Node,
+        view: NodeView,
+        option: Option,
+        operands: Sequence[int],
+        results: Sequence[int],
     ) -> tuple[int, ...]:
         """Numbers of the tensors that ``node`` keeps; operands and results are values."""
         saved = saved_for_backward(node)
-        pairs = [(operands[i], option.operands[i]) for i in saved.operands]
-        pairs += [(results[i], option.results[i]) for i in saved.results]
-        numbers = dict.fromkeys(self._number(*self._root(*pair)) for pair in pairs)
-        shapes = [
-            self.coster.shape(info(operand).tensor, state)
-            for operand, state in zip(operands_of(node), option.operands, strict=True)
-        ]
-        own = own_bytes(node, shapes, dispatch=self.coster.dispatch(option))
+        found = [(operands[i], option.operands[i], view.operands[i]) for i in saved.operands]
+        found += [(results[i], option.results[i], view.results[i]) for i in saved.results]
+        numbers = dict.fromkeys(
+            self._number(*self._root(value, state), self._copies(value, tensor))
+            for value, state, tensor in found
+        )
+        shapes = self.coster.operand_shapes(view, option)
+        own = own_bytes(node, shapes, dispatch=self.coster.dispatch(view, option))
         if own:
             numbers[len(self.tensors)] = None
             self.tensors.append(
@@ -63,18 +68,28 @@ class KeptTensors:
             value, state = self._looks_at[value, state]
         return value, state
 
-    def _number(self, value: int, state: State) -> int | None:
+    def _copies(self, value: int, tensor: TensorInfo) -> float:
+        """How large ``tensor``, which an op sees of a value, is beside the value as it was made.
+
+        They differ where a typed axis moves the value: keys that all ranks gather, for example.
+        """
+        made = self.drafts[value].tensor
+        if tensor is made:
+            return 1.0
+        return self.coster.numel(tensor, INVARIANT) / max(1, self.coster.numel(made, INVARIANT))
+
+    def _number(self, value: int, state: State, copies: float) -> int | None:
         """None for inputs and constants, which are there anyway."""
         draft = self.drafts[value]
         if draft.role in (Role.INPUT, Role.CONSTANT):
             return None
-        key = (value, state)
+        key = (value, state, copies)
         if key not in self._numbers:
             moved = None
             if draft.role is Role.PARAMETER:
                 moved = (value, tuple(draft.demanded).index(state))
             self._numbers[key] = len(self.tensors)
-            num_bytes = self.coster.bytes(draft.tensor, state)
+            num_bytes = math.ceil(self.coster.bytes(draft.tensor, state) * copies)
             self.tensors.append(
                 Held(kind=draft.kind, num_bytes=num_bytes, tensor=value, moved=moved)
             )

@@ -17,6 +17,7 @@ from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.draft import Draft
 from autopar.solver.layout.kept import KeptTensors
 from autopar.solver.layout.model_facts import ModelFacts
+from autopar.solver.layout.outer import NodeView, OuterAxes
 from autopar.solver.layout.problem import (
     ClassRole,
     Delivery,
@@ -27,17 +28,23 @@ from autopar.solver.layout.problem import (
     StateClass,
     Value,
 )
-from autopar.solver.layout.state import AxisRule
+from autopar.solver.layout.state import AxisRule, grows
 
 
-def make_problem(facts: ModelFacts, axis: AxisRule, coster: Coster) -> Problem:
-    """The problem of ``axis``, for ranks that cost what ``coster`` says."""
-    return _Maker(facts, axis, coster).problem()
+def make_problem(
+    facts: ModelFacts, axis: AxisRule, coster: Coster, outer: OuterAxes | None = None
+) -> Problem:
+    """The problem of ``axis``, for ranks that cost what ``coster`` says.
+
+    ``outer`` are the axes that are typed already.
+    """
+    return _Maker(facts, axis, coster, outer or OuterAxes()).problem()
 
 
 class _Maker:
-    def __init__(self, facts: ModelFacts, axis: AxisRule, coster: Coster) -> None:
+    def __init__(self, facts: ModelFacts, axis: AxisRule, coster: Coster, outer: OuterAxes) -> None:
         self.model, self.facts, self.axis, self.coster = facts.model, facts, axis, coster
+        self.outer = outer
         self.drafts: list[Draft] = []
         self.number: dict[tuple[str, str, int], int] = {}
         self.kept = KeptTensors(coster, self.drafts)
@@ -74,7 +81,7 @@ class _Maker:
             axis=self.axis.name,
             axis_size=self.coster.group.size,
             batch=self.coster.batch,
-            rules=self.facts.rules[kind.name],
+            rules=self.facts.rules_on(self.axis, kind.name, self.coster.group.size),
         )
         placeholders = {node: number for number, node in enumerate(kind.placeholders)}
         for node in kind.graph.nodes:
@@ -84,7 +91,7 @@ class _Maker:
             if node in placeholders:
                 role = kind.roles[placeholders[node]]
                 state_class = self.facts.classes.of[kind.name, "in", placeholders[node]]
-            for result, tensor in enumerate(info(node).tensors):
+            for result, tensor in enumerate(self.outer.view(kind, node).results):
                 self.number[kind.name, node.name, result] = len(self.drafts)
                 self.drafts.append(
                     Draft(
@@ -101,15 +108,18 @@ class _Maker:
                 self.read_view(index, kind, node)
 
     def read_op(self, kind: BlockKind, node: fx.Node, options: tuple[Option, ...]) -> None:
-        operands = [info(operand).tensor for operand in operands_of(node)]
-        tensors = (*operands, *info(node).tensors)
+        view = self.outer.view(kind, node)
+        tensors = (*view.operands, *view.results)
         allowed = tuple(
             option
             for option in options
             if all(
-                self.axis.allows(state, tensor)
-                for state, tensor in zip((*option.operands, *option.results), tensors, strict=True)
+                self.axis.allows(state, tensor) and self.divides(state, tensor, outer)
+                for state, tensor, outer in zip(
+                    (*option.operands, *option.results), tensors, view.states, strict=True
+                )
             )
+            and self.compatible(option, view)
         )
         assert allowed, f"{node.name} has no option on {self.axis.name}"
         self.options[kind.name, node.name] = allowed
@@ -151,22 +161,29 @@ class _Maker:
         """States of each class: all in which members are produced or demanded, and that divide."""
         classes = self.facts.classes
         tensors: dict[int, TensorInfo] = {}
+        outer: dict[int, tuple[State, ...]] = {}
         roles: dict[int, Role] = {}
         states: dict[int, dict[State, None]] = {number: {} for number in range(classes.num)}
         for name, kind in self.model.kinds.items():
             for index, (node, role) in enumerate(zip(kind.placeholders, kind.roles, strict=True)):
                 number = classes.of[name, "in", index]
-                tensors[number], roles[number] = info(node).tensor, role
+                view = self.outer.view(kind, node)
+                tensors[number], roles[number] = view.results[0], role
+                outer[number] = view.states[0]
                 states[number].update(self.drafts[self.value_of(kind, node)].demanded)
+            handed_on = self.outer.view(kind, kind.graph.output_node())
             for index, node in enumerate(kind.outputs):
                 number = classes.of[name, "out", index]
                 value = self.drafts[self.value_of(kind, node)]
-                tensors[number] = value.tensor
+                tensors[number] = handed_on.operands[index]
+                outer[number] = handed_on.states[index]
                 roles[number] = Role.ACTIVATION
                 states[number].update(value.states)
         made: list[StateClass] = []
         for number in range(classes.num):
-            chosen = self.class_states(number, roles[number], tensors[number], states[number])
+            chosen = self.class_states(
+                number, roles[number], tensors[number], states[number], outer[number]
+            )
             made.append(self.state_class(number, roles[number], tensors[number], chosen))
         for draft in self.drafts:
             if draft.state_class is not None:
@@ -177,31 +194,44 @@ class _Maker:
         return tuple(made)
 
     def class_states(
-        self, number: int, role: Role, tensor: TensorInfo, seen: Mapping[State, None]
+        self,
+        number: int,
+        role: Role,
+        tensor: TensorInfo,
+        seen: Mapping[State, None],
+        outer: tuple[State, ...],
     ) -> tuple[State, ...]:
         if number in (self.facts.classes.loss, self.facts.classes.weight):
             return self.axis.loss_states(requires_grad=tensor.requires_grad)
-        pinned = self.axis.pinned(role, tensor)
+        pinned = self.axis.pinned(role, tensor, is_expert=number in self.facts.experts)
         if pinned is not None:
             return pinned
         whole = dict.fromkeys((normal_state(INVARIANT, tensor), normal_state(REPLICATED, tensor)))
         found = [
             state
             for state in {**whole, **seen}
-            if self.axis.allows(state, tensor) and self.divides(state, tensor)
+            if self.axis.allows(state, tensor) and self.divides(state, tensor, outer)
         ]
         if role is Role.PARAMETER:
             found = [state for state in found if str(state) != "P"]
-            if number in self.facts.matrices:
-                found = [state for state in found if state.is_sharded] or found
+        if number in self.facts.matrices or self.axis.shards_activations:
+            found = [state for state in found if state.is_sharded] or found
         return tuple(found)
 
-    def divides(self, state: State, tensor: TensorInfo) -> bool:
+    def divides(self, state: State, tensor: TensorInfo, outer: tuple[State, ...]) -> bool:
+        """Whether a tensor, sharded on typed axes already, can have ``state`` too."""
         size = self.coster.group.size
         if not state.is_sharded or size == 1:
             return True
-        shape = tensor.shape_at(self.coster.batch)
+        is_shared = any(other.is_sharded and other.dim == state.dim for other in outer)
+        if is_shared and len(state.blocks) > 1 and not grows(tensor.shape[state.dim]):
+            return False  # an inner axis knows nothing of blocks
+        shape = self.coster.shape(tensor, INVARIANT)
         return shard_sizes(shape[state.dim], state.blocks, size) is not None
+
+    def compatible(self, option: Option, view: NodeView) -> bool:
+        """Whether an option can be had beside what typed axes chose for the node."""
+        return option.helper is None or view.dispatch == 1
 
     def state_class(
         self, number: int, role: Role, tensor: TensorInfo, states: tuple[State, ...]
@@ -248,8 +278,9 @@ class _Maker:
             self.number[kind.name, node.name, result] for result in range(len(info(node).tensors))
         )
         options = []
+        view = self.outer.view(kind, node)
         for option in self.options[kind.name, node.name]:
-            seconds = self.coster.op(node, option)
+            seconds = self.coster.op(node, view, option)
             if family_of(node) is Family.VIEW and len(operands) == 1:
                 for result, state in zip(results, option.results, strict=True):
                     self.kept.note_view(result, state, operands[0], option.operands[0])
@@ -258,9 +289,10 @@ class _Maker:
                     option=option,
                     forward_s=seconds.forward_s,
                     backward_s=seconds.backward_s,
-                    comm_s=seconds.comm_s,
-                    transient_bytes=self.coster.transient_bytes(node, option),
-                    held=self.kept.by(node, option, operands, results),
+                    forward_comm_s=seconds.forward_comm_s,
+                    backward_comm_s=seconds.backward_comm_s,
+                    transient_bytes=self.coster.transient_bytes(node, view, option),
+                    held=self.kept.by(node, view, option, operands, results),
                 )
             )
         return Op(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.ir.graph import ModelGraph, Role, info
+from autopar.ir.layout import operands_of
+from autopar.ir.placement import sharded
+from autopar.ir.rules.attention import CAUSAL_HELPER
 from autopar.ir.typecheck import KindRules, kind_rules
 from autopar.solver.layout.classes import Classes, state_classes
+from autopar.solver.layout.state import AxisRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +26,9 @@ class ModelFacts:
             matrices that all its ranks hold whole, each rank with its own tokens, are a plan for a
             context axis.
         uses: How many nodes read the placeholders of each class.
+        experts: Classes of the weights of routed experts, of which dim 0 are the experts.
+        num_experts: What an expert axis has to divide; 0 without routed experts.
+        positions: Sizes of the dims along which causal attention can be split.
     """
 
     model: ModelGraph
@@ -28,6 +36,28 @@ class ModelFacts:
     classes: Classes
     matrices: frozenset[int]
     uses: Mapping[int, int]
+    experts: frozenset[int]
+    num_experts: int
+    positions: frozenset[int]
+
+    def rules_on(self, axis: AxisRule, kind: str, num_ranks: int) -> KindRules:
+        """The rules of a kind on an axis.
+
+        A context axis also knows positions in stripes, so that the ranks share causal scores.
+        """
+        rules = self.rules[kind]
+        if not axis.shards_activations:
+            return rules
+        patterns = dict(rules.patterns)
+        for size in self.positions:
+            stripes = next((n for n in _STRIPES if size % (n * num_ranks) == 0), 1)
+            if stripes > 1:
+                patterns[size] = patterns.get(size, frozenset()) | {(1,) * stripes}
+        return KindRules(rules=rules.rules, patterns=patterns)
+
+
+_STRIPES = (8, 4, 2)
+"""Numbers of stripes, the best balanced first; more would cut attention into small calls."""
 
 
 def model_facts(model: ModelGraph) -> ModelFacts:
@@ -35,16 +65,56 @@ def model_facts(model: ModelGraph) -> ModelFacts:
     classes = state_classes(model)
     matrices: set[int] = set()
     uses: dict[int, int] = {}
+    rules = {name: kind_rules(kind) for name, kind in model.kinds.items()}
     for name, kind in model.kinds.items():
         for index, (node, role) in enumerate(zip(kind.placeholders, kind.roles, strict=True)):
             number = classes.of[name, "in", index]
             uses[number] = uses.get(number, 0) + len(node.users)
             if role is Role.PARAMETER and len(info(node).tensor.shape) > 1:
                 matrices.add(number)
+    experts = _expert_weights(model, rules)
     return ModelFacts(
         model=model,
-        rules={name: kind_rules(kind) for name, kind in model.kinds.items()},
+        rules=rules,
         classes=classes,
         matrices=frozenset(matrices),
         uses=uses,
+        experts=frozenset(
+            classes.of[name, "in", index] for name, index in experts if index is not None
+        ),
+        num_experts=math.gcd(*experts.values()),
+        positions=_causal_positions(rules),
+    )
+
+
+def _expert_weights(
+    model: ModelGraph, rules: Mapping[str, KindRules]
+) -> dict[tuple[str, int | None], int]:
+    """The number of experts of each placeholder (kind, index) that routed experts read as weights.
+
+    What they read through other ops is at index None.
+    """
+    found: dict[tuple[str, int | None], int] = {}
+    for name, kind in model.kinds.items():
+        placeholders = {node: index for index, node in enumerate(kind.placeholders)}
+        for node in kind.graph.nodes:
+            rule = rules[name].rules.get(node.name)
+            options = rule.extra if rule else ()
+            dispatch = next((o for o in options if o.helper == "expert_dispatch"), None)
+            if dispatch is None:
+                continue
+            for operand, state in zip(operands_of(node), dispatch.operands, strict=True):
+                size = info(operand).tensor.shape[0]
+                if state == sharded(0) and isinstance(size, int):
+                    found[name, placeholders.get(operand)] = size
+    return found
+
+
+def _causal_positions(rules: Mapping[str, KindRules]) -> frozenset[int]:
+    return frozenset(
+        size
+        for of_kind in rules.values()
+        for rule in of_kind.rules.values()
+        for factor, helper in rule.helpers.items()
+        if helper == CAUSAL_HELPER and isinstance(size := rule.sizes[factor], int)
     )

@@ -82,7 +82,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpOption:
-    """An option with its costs: seconds per micro-batch, of kernels and of collectives in it.
+    """An option with its costs: seconds per micro-batch, collectives in it included and apart.
 
     ``held`` are the tensors that autograd keeps when the op takes this option.
     """
@@ -90,7 +90,8 @@ class OpOption:
     option: Option
     forward_s: float
     backward_s: float
-    comm_s: float
+    forward_comm_s: float
+    backward_comm_s: float
     transient_bytes: int
     held: tuple[int, ...]
 

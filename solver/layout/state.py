@@ -1,4 +1,6 @@
-"""Which states an axis allows: data axes shard the batch and nothing else, tensor axes all else."""
+"""Which states an axis allows: data axes shard the batch, expert axes also the experts, context
+axes activations, tensor axes all but the batch.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +18,39 @@ class AxisRule:
 
     Attributes:
         name: Name of the axis.
-        shards_batch: True for data axes: they shard dims that grow with the batch, and only those.
+        shards_batch: True for data and expert axes: they shard dims that grow with the batch.
+        shards_experts: True for expert axes: they shard the experts' weights as well.
+        shards_parameters: True for tensor axes.
+        shards_activations: True for context axes: what blocks hand on is sharded where it can be,
+            and positions may be sharded in stripes.
         idle: True for an axis of one rank: everything is ``I`` (``R`` without gradient).
     """
 
     name: str
-    shards_batch: bool
+    shards_batch: bool = False
+    shards_experts: bool = False
+    shards_parameters: bool = False
+    shards_activations: bool = False
     idle: bool = False
 
     def allows(self, state: State, tensor: TensorInfo) -> bool:
         """Whether ``tensor`` may be in ``state`` on this axis."""
         if self.idle:
             return state == (INVARIANT if tensor.requires_grad else REPLICATED)
-        return not state.is_sharded or self.shards_batch == grows(tensor.shape[state.dim])
+        if not state.is_sharded or self.shards_batch == grows(tensor.shape[state.dim]):
+            return True
+        return self.shards_experts and state.dim == 0 and not any(map(grows, tensor.shape))
 
-    def pinned(self, role: Role, tensor: TensorInfo) -> tuple[State, ...] | None:
-        """The states of placeholders without choice: inputs, constants, data-parallel weights."""
+    def pinned(
+        self, role: Role, tensor: TensorInfo, *, is_expert: bool
+    ) -> tuple[State, ...] | None:
+        """The states of placeholders without choice: inputs, constants, whole weights."""
         if role is Role.ACTIVATION or (role is Role.PARAMETER and self.idle):
             return None
         if role is Role.PARAMETER:
-            return (REPLICATED,) if self.shards_batch else None
+            if self.shards_experts and is_expert:
+                return (sharded(0),)
+            return None if self.shards_parameters else (REPLICATED,)
         growing = [dim for dim, size in enumerate(tensor.shape) if grows(size)]
         return (sharded(growing[0]),) if self.shards_batch and growing else (REPLICATED,)
 

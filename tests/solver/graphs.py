@@ -141,7 +141,7 @@ def tensor_problem(model: ModelGraph, tp: int = 2, batch: int = 2) -> Problem:
     coster = Coster(
         Kernels(cluster.hardware), Links(cluster), group_of(cluster, size=tp, stride=1), batch
     )
-    axis = AxisRule(name="tp", shards_batch=False, idle=tp == 1)
+    axis = AxisRule(name="tp", shards_parameters=True, idle=tp == 1)
     return make_problem(model_facts(model), axis, coster)
 
 

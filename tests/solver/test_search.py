@@ -15,7 +15,7 @@ from autopar.capture import capture
 from autopar.ir.errors import InfeasibleError, InputError
 from autopar.ir.plan import Plan, TrainingPlan, from_json, to_json
 from autopar.solver import Cluster, solve
-from autopar.solver.candidates import Pins, candidates
+from autopar.solver.candidates import Divisible, Pins, candidates
 from autopar.solver.costs.memory import itemsizes
 from autopar.solver.layout.model_facts import model_facts
 from autopar.solver.search import Search
@@ -40,6 +40,11 @@ TRAINING = TrainingPlan(
     seed=0,
 )
 SMALL = block_model([("linear", 0), ("relu", 0), ("linear", 0), ("add", 0)], num_blocks=4)
+DIVISIBLE = Divisible(num_blocks=len(SMALL.blocks))
+
+
+def new_search(cluster: Cluster) -> Search:
+    return Search(model_facts(SMALL), cluster, itemsizes(TRAINING), DIVISIBLE)
 
 
 def cluster_with(tmp_path, usable_bytes: int) -> Cluster:
@@ -55,8 +60,8 @@ def plan(cluster: Cluster, pin: Pins | None = None, *, batch: int = 8) -> Plan:
 
 def test_no_simulated_candidate_is_below_its_bound():
     cluster = Cluster("cpu-local")
-    search = Search(model_facts(SMALL), cluster, itemsizes(TRAINING))
-    found = candidates(cluster, global_batch_size=8, num_blocks=len(SMALL.blocks), pin={})
+    search = new_search(cluster)
+    found = candidates(cluster, global_batch_size=8, model=DIVISIBLE, pin={})
     steps = {}
     for candidate in found:
         solved = search.solve(candidate)
@@ -67,7 +72,7 @@ def test_no_simulated_candidate_is_below_its_bound():
             assert bound <= solved.step_s * (1 + 1e-9), str(candidate)
             simulated = solved.simulation.peak_held_bytes
             assert len(simulated) == candidate.pp
-    result = Search(model_facts(SMALL), cluster, itemsizes(TRAINING)).run(found)
+    result = new_search(cluster).run(found)
     assert result.best is not None
     assert result.bound_s <= min(steps.values()) * (1 + 1e-9)
     assert result.best.step_s == pytest.approx(min(steps.values()), rel=0.05)
@@ -75,8 +80,8 @@ def test_no_simulated_candidate_is_below_its_bound():
 
 def test_matrix_of_bytes_equals_bytes_by_cause():
     cluster = Cluster("cpu-local")
-    search = Search(model_facts(SMALL), cluster, itemsizes(TRAINING))
-    for candidate in candidates(cluster, global_batch_size=8, num_blocks=len(SMALL.blocks), pin={}):
+    search = new_search(cluster)
+    for candidate in candidates(cluster, global_batch_size=8, model=DIVISIBLE, pin={}):
         setting = search.setting(candidate)
         stager = search.stager(candidate, setting.least)
         for stage in range(candidate.pp):
@@ -147,7 +152,7 @@ def test_same_input_gives_the_same_plan():
         ({"zero_stage": 4}, "zero_stage=4"),
         ({"recompute": "some"}, "recompute='some'"),
         ({"schedule": 3}, "schedule=3"),
-        ({"cp": 2}, "cp=2"),
+        ({"ep": 2}, "no routed experts"),
         ({"virtual_stages": 2}, "virtual_stages=2"),
         ({"depth": 2}, "depth"),
         ({"tp": True}, "tp=True"),
@@ -302,9 +307,9 @@ def test_tensor_parallel_llama_is_sharded_as_by_hand():
 
 
 def test_bounds_are_arrays_without_holes():
-    search = Search(model_facts(SMALL), Cluster("cpu-local"), itemsizes(TRAINING))
+    search = new_search(Cluster("cpu-local"))
     candidate = candidates(
-        Cluster("cpu-local"), global_batch_size=8, num_blocks=len(SMALL.blocks), pin={"pp": 2}
+        Cluster("cpu-local"), global_batch_size=8, model=DIVISIBLE, pin={"pp": 2}
     )[0]
     times = search.setting(candidate).least_times(candidate.recompute)
     assert np.isfinite(times.both).all()

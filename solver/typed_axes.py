@@ -1,0 +1,125 @@
+"""Context and expert axes: each is typed by itself, by the problem that places tensors on the
+tensor axis.
+
+The context axis leaves parameters whole and shards anything else but the batch: sequences, as a
+rule, with the keys gathered or heads exchanged where attention needs them. The expert axis shards
+the batch, and the weights of routed experts. What they send is costed once the tensor axis is
+typed, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autopar.ir.errors import AutoparError
+from autopar.ir.mesh import CONTEXT_AXIS, EXPERT_AXIS
+from autopar.solver.costs.comm import Links, group_of
+from autopar.solver.costs.kernels import Kernels
+from autopar.solver.hardware import Cluster
+from autopar.solver.layout.axis_comm import axis_comm
+from autopar.solver.layout.costing import Coster
+from autopar.solver.layout.decode import AxisTyping, axis_typing
+from autopar.solver.layout.make import make_problem
+from autopar.solver.layout.model_facts import ModelFacts
+from autopar.solver.layout.outer import OuterAxes, OuterAxis
+from autopar.solver.layout.problem import MoveCost, Weights
+from autopar.solver.layout.solve import solve_problem
+from autopar.solver.layout.state import AxisRule
+
+CONTEXT = AxisRule(name=CONTEXT_AXIS, shards_activations=True)
+EXPERT = AxisRule(name=EXPERT_AXIS, shards_batch=True, shards_experts=True)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TypedAxes:
+    """Typings of context and expert axes by degree, solved when asked for."""
+
+    facts: ModelFacts
+    cluster: Cluster
+    _context: dict[tuple[int, int], AxisTyping] = field(default_factory=dict)
+    _expert: dict[int, AxisTyping] = field(default_factory=dict)
+
+    def typings(self, *, cp: int, ep: int) -> dict[str, AxisTyping]:
+        """Typings of those of the two axes that have several ranks, by name."""
+        found: dict[str, AxisTyping] = {}
+        if ep > 1:
+            found[EXPERT_AXIS] = self._expert_typing(ep)
+        if cp > 1:
+            found[CONTEXT_AXIS] = self._context_typing(cp, ep)
+        return found
+
+    def outer(self, *, cp: int, ep: int) -> OuterAxes:
+        """What the two axes leave of a model to the tensor axis."""
+        return OuterAxes(tuple(_axes(self.typings(cp=cp, ep=ep), cp=cp, ep=ep).values()))
+
+    def comm(
+        self, *, cp: int, ep: int, tp: int, micro_batch_size: int, tensor: AxisTyping
+    ) -> dict[str, MoveCost]:
+        """Seconds of the collectives of both axes in a block of each kind, per micro-batch.
+
+        ``tensor`` is the typing of the tensor axis.
+        """
+        model = self.facts.model
+        typings = self.typings(cp=cp, ep=ep)
+        axes = _axes(typings, cp=cp, ep=ep)
+        total = {name: MoveCost(0.0, 0.0) for name in model.kinds}
+        for name, typing in typings.items():
+            others = [axis for other, axis in axes.items() if other != name]
+            if tp > 1:
+                others.append(OuterAxis(size=tp, divides_batch=False, typing=tensor))
+            degrees = (cp, ep * tp) if name == CONTEXT_AXIS else (ep, tp)
+            batch = micro_batch_size * (ep if name == EXPERT_AXIS else 1)
+            coster = self._coster(*degrees, batch)
+            for kind, cost in axis_comm(model, typing, coster, OuterAxes(tuple(others))).items():
+                total[kind] = MoveCost(
+                    total[kind].forward_s + cost.forward_s,
+                    total[kind].backward_s + cost.backward_s,
+                )
+        return total
+
+    def _expert_typing(self, ep: int) -> AxisTyping:
+        if ep not in self._expert:
+            self._expert[ep] = self._solve(EXPERT, self._coster(ep, 1, ep), OuterAxes())
+        return self._expert[ep]
+
+    def _context_typing(self, cp: int, ep: int) -> AxisTyping:
+        if (cp, ep) not in self._context:
+            outer = self.outer(cp=1, ep=ep)
+            self._context[cp, ep] = self._solve(CONTEXT, self._coster(cp, ep, 1), outer)
+        return self._context[cp, ep]
+
+    def _coster(self, size: int, stride: int, batch: int) -> Coster:
+        group = group_of(self.cluster, size=size, stride=stride)
+        return Coster(Kernels(self.cluster.hardware), Links(self.cluster), group, batch)
+
+    def _solve(self, axis: AxisRule, coster: Coster, outer: OuterAxes) -> AxisTyping:
+        """The typing that computes all blocks once in the least time, and keeps least of those."""
+        problem = make_problem(self.facts, axis, coster, outer)
+        counts = tuple(map(float, problem.counts))
+        weights = Weights(
+            forward=counts,
+            backward=counts,
+            step=0.0,
+            held=tuple(_TIE_BREAK_S_PER_BYTE * count for count in counts),
+            parameters=(0.0,) * len(problem.classes),
+        )
+        solution = solve_problem(problem, weights)
+        if solution.status == "infeasible":
+            raise AutoparError(
+                f"the model has no typing on {coster.group.size} ranks of axis {axis.name}",
+                hint=f"leave {axis.name} open",
+            )
+        return axis_typing(self.facts.model, self.facts.classes, problem, solution)
+
+
+_TIE_BREAK_S_PER_BYTE = 1e-18
+
+
+def _axes(typings: dict[str, AxisTyping], *, cp: int, ep: int) -> dict[str, OuterAxis]:
+    found: dict[str, OuterAxis] = {}
+    for name, size in ((CONTEXT_AXIS, cp), (EXPERT_AXIS, ep)):
+        if name in typings:
+            found[name] = OuterAxis(
+                size=size, divides_batch=name == EXPERT_AXIS, typing=typings[name]
+            )
+    return found
