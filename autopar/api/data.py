@@ -14,27 +14,32 @@ from autopar.ir.plan import Plan
 def synthetic_batches(plan: Plan) -> Iterator[dict[str, Tensor]]:
     """Global batches of random inputs without end, drawn from the plan's seed.
 
-    Token ids are below the vocabulary, labels are equal to the ids, floats are normal.
+    Token ids are below the vocabulary and classes below their number, labels of tokens are equal
+    to the ids, floats are normal. Where nothing says what is valid, integers are 0 or 1.
     """
-    inputs = plan_source(plan).example_inputs(plan.model.seq_len)
-    vocabulary = vocabulary_size(plan) or 2
+    source = plan_source(plan)
+    inputs = source.example_inputs(plan.model.seq_len)
+    bounds = {name: source.integer_bound(name) or 2 for name in inputs}
     generator = torch.Generator().manual_seed(plan.training.seed)
     while True:
         batch: dict[str, Tensor] = {}
         for name, example in inputs.items():
             shape = (plan.batch.global_batch_size, *example.shape[1:])
             dtype = example.dtype
-            if name == "labels" and "input_ids" in batch:
+            if (
+                name == "labels"
+                and "input_ids" in batch
+                and batch["input_ids"].shape == shape
+                and bounds["labels"] == bounds["input_ids"]
+            ):
                 batch[name] = batch["input_ids"].clone()
             elif dtype.is_floating_point:
                 batch[name] = torch.randn(shape, generator=generator, dtype=dtype)
             else:
-                batch[name] = torch.randint(vocabulary, shape, generator=generator, dtype=dtype)
+                batch[name] = torch.randint(bounds[name], shape, generator=generator, dtype=dtype)
         yield batch
 
 
 def vocabulary_size(plan: Plan) -> int | None:
     """Number of token ids that the plan's model knows; None when its config does not say."""
-    config = getattr(plan_source(plan), "config", None)
-    size = getattr(config, "vocab_size", None)
-    return size if isinstance(size, int) else None
+    return plan_source(plan).integer_bound("input_ids")

@@ -227,9 +227,11 @@ def _put_back(node: fx.Node, path: list[fx.Node], value: fx.Node) -> fx.Node:
         order = [dim % len(shape) for dim in argument(view, 1, "dims", ())]
         inverse = [order.index(dim) for dim in range(len(order))]
         return _emit(node, _aten.permute.default, (value, inverse))
-    dim = argument(view, _DIM_POSITION.get(view.target, 1), "dim", 0) % len(shape)
+    if view.target not in _DIM_POSITION:
+        raise _beyond(node)
+    dim = argument(view, _DIM_POSITION[view.target], "dim", 0) % len(shape)
     size = shape[dim]
-    if view.target in _DIM_POSITION and isinstance(size, int):
+    if isinstance(size, int):
         if view.target in (_aten.select.int, _aten.unbind.int):
             start = argument(view, 2, "index", 0) if view.target is _aten.select.int else part
             value = _emit(node, _aten.unsqueeze.default, (value, dim))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from autopar.capture.host import HOST
 from autopar.capture.initialize import InitialWeights, NotSeparableError
 from autopar.capture.meta import meta_parameters
+from autopar.capture.tasks import Task, find_task, vocabulary_of
 from autopar.ir.errors import InputError
 
 _log = logging.getLogger(__name__)
@@ -67,6 +68,10 @@ class ModelSource(Protocol):
         """
         ...
 
+    def integer_bound(self, name: str) -> int | None:
+        """What the integers of input ``name`` are below; None when nothing says so."""
+        ...
+
 
 def open_model(
     model: str | Path | nn.Module,
@@ -91,15 +96,17 @@ def open_model(
     text = str(model)
     if ":" in text and not Path(text).exists():
         return FunctionSource(spec=text)
-    return ConfigSource(spec=text, config=_read_config(Path(text)))
+    config, task = _read_config(Path(text))
+    return ConfigSource(spec=text, config=config, task=task)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigSource:
-    """A Hugging Face causal language model, from its config."""
+    """A Hugging Face model, from its config. See ``tasks`` for its class and its inputs."""
 
     spec: str
     config: Any
+    task: Task
     loss_fn: None = None
 
     @property
@@ -126,25 +133,29 @@ class ConfigSource:
             return None
 
     def _construct(self, device: str, seed: int) -> nn.Module:
-        from transformers import AutoModelForCausalLM
-
+        attention = getattr(self.config, "_attn_implementation", None) or self.task.attention
         with _building(device, seed):
             try:
                 # The weights are fp32 whatever the config says: they are the master weights.
-                model = AutoModelForCausalLM.from_config(
-                    self.config, dtype=torch.float32, attn_implementation="sdpa"
+                model = self.task.model_class._from_config(
+                    self.config, dtype=torch.float32, attn_implementation=attention
                 )
             except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:
                 first = str(error).strip().partition("\n")[0]
                 raise InputError(
                     f"transformers cannot build the model of this config: {first}", where=self.spec
                 ) from error
-        if model.loss_type is None:  # so for GPT-2; it would warn, and then take this one
-            model.loss_type = "ForCausalLM"
+        if model.loss_type is None:  # so for GPT-2; it would warn, and then guess
+            model.loss_type = self.task.loss_type
+        assert isinstance(model, nn.Module)
         return model
 
     def example_inputs(self, seq_len: int | None = None) -> dict[str, Tensor]:
-        return causal_lm_inputs(self.config, seq_len, self.spec)
+        return self.task.inputs(self.config, seq_len, self.spec)
+
+    def integer_bound(self, name: str) -> int | None:
+        is_label = name == "labels"
+        return self.task.label_bound(self.config) if is_label else vocabulary_of(self.config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +189,9 @@ class FunctionSource:
                 hint="give the function a parameter seq_len, or leave --seq-len out",
             )
         return found
+
+    def integer_bound(self, name: str) -> int | None:
+        return None
 
     def _call(
         self, device: str, seed: int, seq_len: int | None
@@ -226,40 +240,23 @@ class ModuleSource:
         if self.inputs is not None:
             return meta_inputs(named_inputs(self.module, self.inputs))
         config = getattr(self.module, "config", None)
-        if config is None or not type(self.module).__module__.startswith("transformers."):
+        hugging_face = type(self.module).__module__.startswith("transformers.")
+        task = find_task(config, [self.name]) if config is not None and hugging_face else None
+        if task is None:
             raise InputError(
                 f"example inputs are needed to capture a {self.name}",
                 hint="pass a batch as forward takes it: a dict or tuple of tensors, batch first",
             )
-        return causal_lm_inputs(config, seq_len, self.name)
+        return task.inputs(config, seq_len, self.name)
+
+    def integer_bound(self, name: str) -> int | None:
+        return None
 
 
 def parameters_of(module: nn.Module) -> dict[str, Tensor]:
     """The values of all parameters, by all of their names."""
     parameters = module.named_parameters(remove_duplicate=False)
     return {name: parameter.detach() for name, parameter in parameters}
-
-
-def causal_lm_inputs(config: Any, seq_len: int | None, where: str) -> dict[str, Tensor]:
-    """``input_ids`` and ``labels`` [2, seq_len] on the meta device; the default length is the
-    model's longest.
-    """
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if seq_len is None:
-        seq_len = longest
-    if not isinstance(seq_len, int) or seq_len < 1:
-        raise InputError(f"no usable sequence length: {seq_len}", where=where, hint="give one")
-    if isinstance(longest, int) and seq_len > longest:
-        raise InputError(
-            f"sequences of {seq_len} tokens are longer than the model's {longest} positions",
-            where=where,
-            hint="shorter sequences, or another max_position_embeddings in the config",
-        )
-    shape = (2, seq_len)
-    return {
-        name: torch.empty(shape, dtype=torch.int64, device="meta")
-        for name in ("input_ids", "labels")
-    }
 
 
 def named_inputs(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
@@ -302,9 +299,9 @@ def _building(device: str, seed: int) -> Any:
             yield
 
 
-def _read_config(path: Path) -> Any:
+def _read_config(path: Path) -> tuple[Any, Task]:
     try:
-        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+        from transformers import CONFIG_MAPPING
     except ImportError as error:
         raise InputError(
             "reading a Hugging Face config needs the package transformers",
@@ -332,13 +329,14 @@ def _read_config(path: Path) -> Any:
         config = CONFIG_MAPPING[model_type].from_dict(settings)
     except Exception as error:
         raise InputError(f"transformers refuses the config: {error}", where=str(file)) from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    task = find_task(config)
+    if task is None:
         raise InputError(
-            f"transformers has no causal language model of model_type {model_type!r}",
+            f"transformers has no model of model_type {model_type!r} that gives a known loss",
             where=str(file),
             hint="give the model as package.module:function instead",
         )
-    return config
+    return config, task
 
 
 def _find_function(spec: str) -> Callable[..., object]:
