@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 from torch import fx
@@ -31,14 +32,27 @@ def kind_passes(mesh: Mesh) -> tuple[Pass, ...]:
 
 
 def lower_plan(model: ModelGraph, plan: Plan) -> Program:
-    """The program of ``plan``; see ``lower``."""
-    return lower(
-        model,
-        plan.typed_layout(),
-        mesh=plan.device_mesh(),
-        micro_batch_size=plan.batch.micro_batch_size,
-        segments=plan.segments,
-    )
+    """The program of ``plan``, and its ``rest`` for a last micro-batch that is shorter; see
+    ``lower``.
+
+    Raises:
+        PlacementError: A dim does not divide; also at the size of the last micro-batch.
+    """
+    mesh, layout, batch = plan.device_mesh(), plan.typed_layout(), plan.batch
+
+    def at(micro_batch_size: int) -> Program:
+        return lower(
+            model,
+            layout,
+            mesh=mesh,
+            micro_batch_size=micro_batch_size,
+            segments=plan.segments,
+        )
+
+    program, last_size = at(batch.micro_batch_size), batch.last_size(mesh.batch_ranks)
+    if last_size == batch.micro_batch_size:
+        return program
+    return dataclasses.replace(program, rest=at(last_size))
 
 
 def lower(

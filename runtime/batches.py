@@ -2,11 +2,12 @@
 
 Data rank d (of the ``dp`` × ``ep`` that divide the batch) takes the d-th of as many equal runs of
 rows of the global batch, and its micro-batch m is the m-th run of ``micro_batch_size`` rows of
-these. ``local=True`` batches hold these rows only.
+these; the last one may be shorter. ``local=True`` batches hold these rows only.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 
 import torch
@@ -19,6 +20,7 @@ from autopar.ir.moves import take_shard
 from autopar.ir.placement import Placement, sharded
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
+from autopar.runtime.micro_batches import own_rows
 
 
 class BatchSlicer:
@@ -47,14 +49,13 @@ class BatchSlicer:
             return self._shards(tensor, placement)
         parts = self._mesh.batch_ranks
         per_part = self._batch.global_batch_size // parts
-        size = self._batch.micro_batch_size
-        start = micro_batch * size
+        rows = own_rows(self._batch, micro_batch, parts)
         if self._is_divided(placement):
-            if not local:
-                start += self._part_of_batch * per_part
-            return self._shards(tensor[start : start + size], placement, but=BATCH_AXES)
-        rows = tensor.unflatten(0, (parts, per_part))[:, start : start + size]
-        return self._shards(rows.flatten(0, 1), placement)
+            own = tensor if local else tensor[self._part_of_batch * per_part :][:per_part]
+            return self._shards(own[rows], placement, but=BATCH_AXES)
+        return self._shards(
+            tensor.unflatten(0, (parts, per_part))[:, rows].flatten(0, 1), placement
+        )
 
     def _is_divided(self, placement: Placement) -> bool:
         """Whether each part of the batch goes to its own ranks."""
@@ -119,6 +120,25 @@ class BatchSlicer:
             if state.is_sharded and axis not in but:
                 tensor = take_shard(tensor, state, self._at[axis], self._mesh.size(axis))
         return tensor.to(self._device).contiguous()
+
+
+_SAMPLED = 1024
+"""Elements of an input that a checksum looks at."""
+
+
+def checksum(batch: Mapping[str, Tensor]) -> int:
+    """A number below 2^20 of names, shapes and a sample of the values: equal for equal batches, and
+    different for most that differ in more than a few elements.
+    """
+    found = 0
+    for name, tensor in sorted(batch.items()):
+        if tensor.is_meta:
+            return 0
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // _SAMPLED)].double().cpu()
+        found = zlib.crc32(f"{name}{tuple(tensor.shape)}".encode(), found)
+        found = zlib.crc32(sample.numpy().tobytes(), found)
+    return found % 2**20
 
 
 def _kind(dtype: torch.dtype) -> str:

@@ -1,9 +1,8 @@
-"""The interpreter: runs one rank's list of actions with tensors."""
+"""A model under a plan, on one rank: what users of the runtime call."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,30 +10,29 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from autopar.ir.errors import AutoparError, InputError, RankFailedError
-from autopar.ir.graph import ModelGraph, Role, ValueId
-from autopar.ir.mesh import LAYOUT_AXES
-from autopar.ir.placement import StateKind
+from autopar.ir.errors import InputError
+from autopar.ir.graph import ModelGraph
+from autopar.ir.mesh import PIPELINE_AXIS
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, Segment, bind_axes
+from autopar.ir.precision import DTYPES
+from autopar.ir.program import Program
 from autopar.ir.randomness import Drawing
-from autopar.ir.schedule import Action, ActionKind, Schedule
+from autopar.ir.schedule import Schedule
 from autopar.ir.schedule_checks import Channel, channel_of, validate
-from autopar.ir.schedules import make_schedule
+from autopar.ir.schedules import forward_only, make_schedule
 from autopar.runtime import state
-from autopar.runtime.batches import BatchSlicer
-from autopar.runtime.communicator import WORLD_AXIS, CommunicationError, Communicator
-from autopar.runtime.micro_batches import sequences
+from autopar.runtime.batches import checksum
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.executor import Executor, num_reductions
+from autopar.runtime.loss_scaler import LossScaler, num_loss_terms
 from autopar.runtime.optimizers import (
     OptimizerFactory,
     optimizer_factory,
     require_elementwise,
 )
 from autopar.runtime.parameter_store import ParameterStore, parameter_stages
-from autopar.runtime.segment_runner import SegmentRunner, failing_op
-from autopar.runtime.step_state import Incoming, StepState, Tape
-
-_CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
+from autopar.runtime.step_end import Totals, Updated, agree, update
+from autopar.runtime.step_state import StepInputs, StepState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +44,26 @@ class StepResult:
         grad_norm: Of all gradients, before clipping.
         num_tokens: Valid tokens of the batch (sequences, if the loss is no sum over tokens).
         seconds: Of this step on this rank.
+        skipped: True if gradients overflowed fp16: nothing was updated, and the loss scale is
+            halved.
+        loss_scale: By which the loss was multiplied; 1 but for fp16.
     """
 
     loss: float
     grad_norm: float
+    num_tokens: int
+    seconds: float
+    skipped: bool = False
+    loss_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """The loss of a batch; the same on every rank, but for ``seconds``. For the other attributes
+    see ``StepResult``.
+    """
+
+    loss: float
     num_tokens: int
     seconds: float
 
@@ -84,46 +98,33 @@ class Engine:
         self.num_steps = 0
         self.schedule = schedule_of(plan)
         validate(self.schedule)
-        mesh = communicator.mesh
-        if mesh != plan.device_mesh():
+        if communicator.mesh != plan.device_mesh():
             raise InputError("the communicator spans another mesh than the plan's")
-        self.stage = mesh.coordinates(communicator.rank)["pp"]
-        self._model = model
-        groups = {axis: communicator.group(axis) for axis in LAYOUT_AXES}
-        self._program = bind_axes(program, groups)
-        recompute = plan.schedule.recompute == "full"
-        self._runners = {
-            segment.index: SegmentRunner(segment, model, recompute=recompute)
-            for segment in self._program.segments
-            if segment.stage == self.stage
-        }
+        self._model, self._program = model, program
+        stage = communicator.mesh.coordinates(communicator.rank)[PIPELINE_AXIS]
         communicator.open(_channels(self.schedule), _ties(program))
-        self._actions = self.schedule.actions[self.stage]
-        self._num_reductions = Counter(
-            action.segment for action in self._actions if action.kind is ActionKind.REDUCE_GRADIENTS
-        )
         self.store = ParameterStore(
-            self._program,
+            program,
             model,
             communicator,
             zero_stage=plan.schedule.zero_stage,
-            reduces_each=max(self._num_reductions.values()) > 1,
+            reduces_each=max(num_reductions(self.schedule, stage).values()) > 1,
+            gradient_dtype=DTYPES[plan.training.gradient_dtype],
+            reduce_dtype=DTYPES[plan.training.reduce_dtype],
         )
-        self._slicer = BatchSlicer(program, model, plan, communicator.rank, communicator.device)
-        self._constants = {
-            value.name: self._slicer.constant(value.name)
-            for segment in self._own_segments()
-            for value in segment.arguments
-            if value.role is Role.CONSTANT
-        }
+        self._trainer = Executor(
+            program, model, plan, self.schedule, self.store, communicator, learns=True
+        )
+        self._evaluator: tuple[Executor, Program, ModelGraph] | None = None
+        self.stage = stage
+        self.loss_scaler = LossScaler(
+            is_active=plan.training.precision == "fp16",
+            num_terms=num_loss_terms(model, plan.batch),
+        )
         factory = optimizer or optimizer_factory(plan.training)
         trained = [p for p in self.store.parameters.values() if p.requires_grad]
         self.optimizer = require_elementwise(factory(trained)) if trained else None
         self._is_loaded = torch.empty(0, device=communicator.device).is_meta
-        self._state = StepState()
-        self._batch: Mapping[str, Tensor] = {}
-        self._batch_is_local = False
-        self._result = (0.0, 0.0, 0.0)
 
     def train_step(self, batch: Mapping[str, Tensor], *, local: bool = False) -> StepResult:
         """One optimizer step.
@@ -135,26 +136,93 @@ class Engine:
             local: See ``batch``.
 
         Raises:
-            InputError: the batch does not fit the plan, has no valid token, or no parameters were
-                loaded.
+            InputError: the batch does not fit the plan, is not the same on every rank, has no valid
+                token, or no parameters were loaded. Nothing was updated, and steps may go on.
             RankFailedError: this or another rank failed; no further step is possible.
         """
-        if not self._is_loaded:
-            raise InputError("no parameters were loaded", hint="load_parameters or load")
-        self._slicer.check(batch, local=local)
         started = time.perf_counter()
-        self._state, self._batch, self._batch_is_local = StepState(), batch, local
-        self.store.begin_step(self._num_reductions)
-        for action in self._actions:
-            self._perform(action)
-        self._state, self._batch = StepState(), {}
+        inputs = self._inputs(self._trainer, batch, local=local)
+        outcome: list[tuple[Totals, Updated]] = []
+        scale = self.loss_scaler.scale
+
+        def end(step: StepState) -> None:
+            self.store.finish_gradients()
+            totals = agree(
+                step,
+                inputs,
+                self._program,
+                self._model,
+                self.plan,
+                self.communicator,
+                self.store,
+            )
+            done = update(
+                totals,
+                self.store,
+                self.loss_scaler,
+                self.optimizer,
+                max_grad_norm=self.plan.training.max_grad_norm,
+                keeps_gradients=self.keep_gradients,
+            )
+            outcome.append((totals, done))
+
+        self._trainer.run(inputs, end)
+        ((totals, done),) = outcome
         self.num_steps += 1
-        loss, grad_norm, weight = self._result
-        num_sequences = self.plan.batch.global_batch_size
         return StepResult(
-            loss=loss,
-            grad_norm=grad_norm,
-            num_tokens=num_sequences if self._model.weight is None else round(weight),
+            loss=totals.mean_loss,
+            grad_norm=done.grad_norm,
+            num_tokens=self._num_tokens(totals, self._model),
+            seconds=time.perf_counter() - started,
+            skipped=done.skipped,
+            loss_scale=scale,
+        )
+
+    def set_evaluation(self, program: Program, model: ModelGraph) -> None:
+        """What ``eval_step`` runs: the model without its training behavior.
+
+        Args:
+            program: Uses the parameters of the training program on the same stages, placed alike.
+            model: The captured model of ``program``.
+
+        Raises:
+            InputError: The programs do not fit together.
+        """
+        _require_same_parameters(program, self._program)
+        schedule = forward_only(
+            self.schedule.stage_of_segment,
+            self.plan.batch.num_micro_batches,
+            zero_stage=self.plan.schedule.zero_stage,
+        )
+        executor = Executor(
+            program, model, self.plan, schedule, self.store, self.communicator, learns=False
+        )
+        self._evaluator = executor, program, model
+
+    @property
+    def can_evaluate(self) -> bool:
+        """True after ``set_evaluation``."""
+        return self._evaluator is not None
+
+    def eval_step(self, batch: Mapping[str, Tensor], *, local: bool = False) -> EvalResult:
+        """The loss of a batch, without gradients; for arguments and errors see ``train_step``."""
+        if self._evaluator is None:
+            raise InputError("nothing to evaluate with was set", hint="set_evaluation")
+        started = time.perf_counter()
+        executor, program, model = self._evaluator
+        inputs = self._inputs(executor, batch, local=local)
+        outcome: list[Totals] = []
+
+        def end(step: StepState) -> None:
+            outcome.append(
+                agree(step, inputs, program, model, self.plan, self.communicator, store=None)
+            )
+
+        executor.run(inputs, end)
+        (totals,) = outcome
+        return EvalResult(
+            loss=totals.mean_loss,
+            num_tokens=self._num_tokens(totals, model),
             seconds=time.perf_counter() - started,
         )
 
@@ -181,14 +249,18 @@ class Engine:
         """Parameters, optimizer state and step: global tensors on the CPU, on every rank; every
         rank calls it.
         """
-        return state.full_state(
-            self.store, self.communicator, self._model, self.optimizer, self.num_steps
-        )
+        tensors = state.full_tensors(self.store, self.communicator, self._model, self.optimizer)
+        return tensors | self._numbers()
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint that any plan for the same model can load; every rank calls it."""
         state.save(
-            Path(path), self.store, self.communicator, self._model, self.optimizer, self.num_steps
+            Path(path),
+            self.store,
+            self.communicator,
+            self._model,
+            self.optimizer,
+            self._numbers(),
         )
 
     def load(self, path: str | Path) -> None:
@@ -197,7 +269,9 @@ class Engine:
         Raises:
             InputError: there is no checkpoint, or it belongs to another model.
         """
-        self.num_steps = state.load(Path(path), self.store, self.communicator, self.optimizer)
+        numbers = state.load(Path(path), self.store, self.communicator, self.optimizer)
+        self.num_steps = int(numbers[state.NUM_STEPS])
+        self.loss_scaler.load(numbers)
         self._is_loaded = True
 
     def close(self) -> None:
@@ -211,223 +285,26 @@ class Engine:
             f"{type(error).__name__}: {error}"
         )
 
-    def _own_segments(self) -> tuple[Segment, ...]:
-        return tuple(runner.segment for runner in self._runners.values())
+    def _numbers(self) -> dict[str, Tensor]:
+        """What a checkpoint holds beside tensors of parameters."""
+        return {state.NUM_STEPS: torch.tensor(self.num_steps)} | self.loss_scaler.state()
 
-    def _perform(self, action: Action) -> None:
-        try:
-            match action.kind:
-                case ActionKind.FORWARD:
-                    self._forward(action)
-                case ActionKind.BACKWARD:
-                    self._backward(action)
-                case ActionKind.SEND_ACTIVATIONS | ActionKind.SEND_GRADIENTS:
-                    self._send(action)
-                case ActionKind.RECEIVE_ACTIVATIONS | ActionKind.RECEIVE_GRADIENTS:
-                    self._receive(action)
-                case ActionKind.GATHER_PARAMETERS:
-                    self.store.start_gather(action.segment)
-                case ActionKind.FREE_PARAMETERS:
-                    self.store.free(action.segment)
-                case ActionKind.REDUCE_GRADIENTS:
-                    self.store.start_reduce(action.segment)
-                case ActionKind.OPTIMIZER:
-                    self._update()
-        except InputError:  # found on every rank alike
-            raise
-        except Exception as error:
-            raise self._failure(action, error) from error
-        message = self.communicator.failure()
-        if message is not None:
-            raise RankFailedError(message, where=self._where(action))
-
-    def _forward(self, action: Action) -> None:
-        cell = (action.segment, action.micro_batch)
-        segment = self._runners[action.segment].segment
-        received = self._state.activations.pop(cell).wait() if segment.received else ()
-        leaves = tuple(
-            tensor.detach().requires_grad_(self._program.values[value].requires_grad)
-            for value, tensor in zip(segment.received, received, strict=True)
-        )
-        passed = dict(zip(segment.received, leaves, strict=True))
-        self.store.finish_gather(action.segment)
-        arguments = [
-            passed[value] if value in passed else self._argument(value, action.micro_batch)
-            for value in segment.arguments
-        ]
-        numbers = self._numbers(action.micro_batch)
-        found = self._runners[action.segment](arguments, numbers)
-        results = dict(zip(segment.results, found, strict=True))
-        seed = None
-        if action.segment == self.schedule.num_segments - 1:
-            loss = results[self._model.loss]
-            seed = torch.ones_like(loss)
-            self._state.losses.append(loss.detach())
-            if self._model.weight is not None:
-                self._state.weights.append(results[self._model.weight].detach())
-            roots: tuple[Tensor, ...] = (loss,)
-        else:
-            roots = tuple(results[value] for value in self._differentiated(segment.sent))
-            self._hand_on(action, tuple(results[value].detach() for value in segment.sent))
-        edges = tuple(
-            torch.autograd.graph.get_gradient_edge(root) if root.requires_grad else None
-            for root in roots
-        )
-        self._state.tapes[cell] = Tape(leaves=leaves, edges=edges, seed=seed)
-
-    def _numbers(self, micro_batch: int) -> Drawing:
-        """What random ops draw in a micro-batch of this step."""
-        parts = self.communicator.mesh.batch_ranks
-        return Drawing(
-            seed=self.plan.training.seed,
-            step=self.num_steps,
-            sequences=sequences(self.plan.batch, micro_batch, parts),
+    def _inputs(
+        self, executor: Executor, batch: Mapping[str, Tensor], *, local: bool
+    ) -> StepInputs:
+        if not self._is_loaded:
+            raise InputError("no parameters were loaded", hint="load_parameters or load")
+        executor.form.slicer.check(batch, local=local)
+        return StepInputs(
+            batch=batch,
+            is_local=local,
+            checksum=0 if local else checksum(batch),
+            numbers=Drawing(seed=self.plan.training.seed, step=self.num_steps, sequences=()),
+            loss_seed=self.loss_scaler.seed,
         )
 
-    def _backward(self, action: Action) -> None:
-        cell = (action.segment, action.micro_batch)
-        segment = self._runners[action.segment].segment
-        tape = self._state.tapes.pop(cell)
-        gradients = (
-            (tape.seed,) if tape.seed is not None else self._state.gradients.pop(cell).wait()
-        )
-        self.store.finish_gather(action.segment)
-        roots = [
-            (edge, gradient)
-            for edge, gradient in zip(tape.edges, gradients, strict=True)
-            if edge is not None
-        ]
-        if roots:
-            torch.autograd.backward([edge for edge, _ in roots], [g for _, g in roots])
-        if action.segment > 0:
-            back = tuple(
-                torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                for value, leaf in zip(segment.received, tape.leaves, strict=True)
-                if self._program.values[value].requires_grad
-            )
-            before = (action.segment - 1, action.micro_batch)
-            if self.schedule.stage_of_segment[action.segment - 1] == self.stage:
-                self._state.gradients[before] = Incoming(tensors=back)
-            else:
-                self._state.outgoing_gradients[cell] = back
-
-    def _hand_on(self, action: Action, tensors: tuple[Tensor, ...]) -> None:
-        following = (action.segment + 1, action.micro_batch)
-        if self.schedule.stage_of_segment[action.segment + 1] == self.stage:
-            self._state.activations[following] = Incoming(tensors=tensors)
-        else:
-            self._state.outgoing[action.segment, action.micro_batch] = tensors
-
-    def _send(self, action: Action) -> None:
-        sends_activations = action.kind is ActionKind.SEND_ACTIVATIONS
-        outgoing = self._state.outgoing if sends_activations else self._state.outgoing_gradients
-        channel = channel_of(self.schedule, action)
-        assert channel is not None
-        self._state.add_sends(
-            [
-                self.communicator.start_send(tensor.contiguous(), channel)
-                for tensor in outgoing.pop((action.segment, action.micro_batch))
-            ]
-        )
-
-    def _receive(self, action: Action) -> None:
-        segment = self._runners[action.segment].segment
-        receives_activations = action.kind is ActionKind.RECEIVE_ACTIVATIONS
-        values = segment.received if receives_activations else self._differentiated(segment.sent)
-        channel = channel_of(self.schedule, action)
-        assert channel is not None
-        buffers = tuple(
-            torch.empty(
-                self._program.values[value].shape,
-                dtype=self._program.values[value].dtype,
-                device=self.communicator.device,
-            )
-            for value in values
-        )
-        works = tuple(self.communicator.start_receive(buffer, channel) for buffer in buffers)
-        incoming = self._state.activations if receives_activations else self._state.gradients
-        cell = (action.segment, action.micro_batch)
-        incoming[cell] = Incoming(tensors=buffers, works=works)
-
-    def _update(self) -> None:
-        """Finish gradients, agree on loss and norm, clip, and step the optimizer."""
-        for work in self._state.sends:
-            work.wait()
-        self.store.finish_gradients()
-        totals = torch.stack([*self._loss_and_weight(), self.store.squared_norm()])
-        totals = self.communicator.group(WORLD_AXIS).all_reduce(totals)
-        is_real = not totals.is_meta
-        loss, weight, squares = totals.tolist() if is_real else (0.0, 1.0, 1.0)
-        if self._model.weight is None:
-            weight = float(self.plan.batch.num_micro_batches)
-        if weight == 0:
-            raise InputError("the batch has no valid token: its loss is not defined")
-        grad_norm = squares**0.5 / weight
-        self._result = (loss / weight, grad_norm, weight)
-        limit = self.plan.training.max_grad_norm
-        self.store.scale_gradients(1 / weight)
-        if self.keep_gradients:
-            self.store.keep_gradients()
-        factor = 1.0 if limit is None else limit / (grad_norm + _CLIP_EPS)
-        if not factor >= 1:  # also where the norm is not a number, as torch has it
-            self.store.scale_gradients(factor)
-        if self.optimizer is not None:
-            self.optimizer.step()
-        self.store.drop_gradients()
-
-    def _loss_and_weight(self) -> tuple[Tensor, Tensor]:
-        """This rank's terms of both sums, float64: zero where another rank counts the value."""
-        return (
-            self._own_term(self._model.loss, self._state.losses),
-            self._own_term(self._model.weight, self._state.weights),
-        )
-
-    def _own_term(self, value: ValueId | None, found: list[Tensor]) -> Tensor:
-        zero = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
-        if value is None or not found:
-            return zero
-        at = self.communicator.mesh.coordinates(self.communicator.rank)
-        placement = self._program.values[value].placement
-        for axis, placed in zip(LAYOUT_AXES, placement, strict=True):
-            if placed.kind is not StateKind.PARTIAL and at[axis] != 0:
-                return zero
-        return torch.stack(found).double().sum()
-
-    def _argument(self, value: ValueId, micro_batch: int) -> Tensor:
-        match value.role:
-            case Role.PARAMETER:
-                return self.store.tensor(value.name)
-            case Role.CONSTANT:
-                return self._constants[value.name]
-            case Role.INPUT:
-                return self._slicer.input(
-                    value.name, micro_batch, self._batch, local=self._batch_is_local
-                )
-            case Role.ACTIVATION:
-                raise AssertionError(f"{value} is neither received nor made here")
-
-    def _differentiated(self, values: tuple[ValueId, ...]) -> tuple[ValueId, ...]:
-        return tuple(value for value in values if self._program.values[value].requires_grad)
-
-    def _failure(self, action: Action, error: Exception) -> RankFailedError:
-        """Turn an error into one that names where it happened, and end the other ranks."""
-        if isinstance(error, CommunicationError):
-            message = self.communicator.final_failure()
-            if message is None:
-                message = f"rank {self.communicator.rank} lost the others: {error}"
-        else:
-            op = failing_op(error.__traceback__)
-            message = f"{self._where(action)}: {type(error).__name__}: {error}" + (
-                f" in {op}" if op else ""
-            )
-        self._state = StepState()
-        self.store.drop_gradients()
-        self.communicator.report_failure(message)
-        hint = error.hint if isinstance(error, AutoparError) else None
-        return RankFailedError(message, where=self._where(action), hint=hint)
-
-    def _where(self, action: Action) -> str:
-        return f"rank {self.communicator.rank}, stage {self.stage}, action {action}"
+    def _num_tokens(self, totals: Totals, model: ModelGraph) -> int:
+        return self.plan.batch.global_batch_size if model.weight is None else round(totals.weight)
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -438,6 +315,21 @@ def schedule_of(plan: Plan) -> Schedule:
         plan.batch.num_micro_batches,
         zero_stage=plan.schedule.zero_stage,
     )
+
+
+def _require_same_parameters(program: Program, other: Program) -> None:
+    """Raise unless each segment of ``program`` finds its parameters where ``other`` has them."""
+    for segment, trained in zip(program.segments, other.segments, strict=True):
+        foreign = set(segment.parameters) - set(trained.parameters)
+        if foreign or segment.blocks != trained.blocks or segment.stage != trained.stage:
+            raise InputError(
+                "the graph to evaluate is not cut as the one to train is: "
+                + (f"segment {segment.index} reads {min(foreign)}" if foreign else "other blocks")
+            )
+    for name, local in program.parameters.items():
+        known = other.parameters[name]
+        if (local.shape, local.dtype) != (known.shape, known.dtype):
+            raise InputError(f"parameter {name} is placed otherwise in the graph to evaluate")
 
 
 def _channels(schedule: Schedule) -> list[Channel]:

@@ -30,7 +30,7 @@ class ParameterLayout:
         local_shape: Of the shard over layout axes, which segments use; at least one dim (scalars
             get one).
         shard_axis: Axis (a combined one, maybe) over which storage is sharded, ``""`` for none.
-        num_shards: Ranks of it, among which rows of the local shape are divided, in chunks of equal size;
+        num_shards: Ranks of it, among which rows of the local shape are divided, in equal chunks;
             the last chunks may be short or empty.
         shard: Which of these this rank holds.
     """

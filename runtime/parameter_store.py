@@ -59,6 +59,7 @@ class ParameterStore:
         zero_stage: 0 stores whole parameters on every data rank, 1 to 3 shards over ``dp_shard``,
             and over context and expert axes where a parameter is whole on them.
         reduces_each: The schedule reduces after each backward instead of once a step.
+        gradient_dtype, reduce_dtype: See ``ParameterUnit``.
     """
 
     def __init__(
@@ -69,9 +70,12 @@ class ParameterStore:
         *,
         zero_stage: int,
         reduces_each: bool,
+        gradient_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
     ) -> None:
         self._communicator = communicator
         self._reduces_each = reduces_each
+        self._gradient_dtype, self._reduce_dtype = gradient_dtype, reduce_dtype
         self._coordinates = communicator.mesh.coordinates(communicator.rank)
         self._stage = self._coordinates[PIPELINE_AXIS]
         self._sharded = zero_stage > 0
@@ -183,7 +187,9 @@ class ParameterStore:
             self._advance()
         for name in self.ties:
             group = self._communicator.tied_group(self.stages[name])
-            group.start_all_reduce(self._unit_of(name).gradient_of(name)).wait()
+            unit = self._unit_of(name)
+            for work in unit.start_sum(unit.gradient_of(name), group):
+                work.wait()
         for unit in self._trained():
             unit.attach_gradients()
 
@@ -288,6 +294,8 @@ class ParameterStore:
             compute_dtype=key[3],
             is_partial=key[4].is_partial,
             counts=key[4].counts,
+            gradient_dtype=self._gradient_dtype,
+            reduce_dtype=self._reduce_dtype,
             groups=UnitGroups(
                 shard=group(key[4].shard_axis) if key[4].shard_axis else None,
                 replicate=group(key[4].replicate_axis),

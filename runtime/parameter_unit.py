@@ -43,6 +43,8 @@ class ParameterUnit:
             summed; otherwise each has the sum.
         counts: False where another rank of these groups has the same gradients, and gives them to
             the sum.
+        gradient_dtype: In which gradients are accumulated.
+        reduce_dtype: In which they are sent to be summed.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class ParameterUnit:
         compute_dtype: torch.dtype,
         is_partial: bool,
         counts: bool,
+        gradient_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
         groups: UnitGroups,
         device: torch.device,
     ) -> None:
@@ -61,6 +65,7 @@ class ParameterUnit:
         self._is_partial, self._counts = is_partial, counts
         self._groups = groups
         self._dtype = compute_dtype
+        self._gradient_dtype, self._reduce_dtype = gradient_dtype, reduce_dtype
         self._master_dtype = master_dtype(compute_dtype) if trainable else compute_dtype
         self._num_shards = 1 if groups.shard is None else groups.shard.size
         self._offsets = _offsets([layout.chunk_numel for layout in layouts])
@@ -133,17 +138,27 @@ class ParameterUnit:
         elif not self._is_partial:
             reduced = accumulated.chunk(self._num_shards)[self._groups.shard.rank].clone()
         else:
-            reduced = accumulated.new_empty(self._shard_numel)
-            yield self._groups.shard.start_reduce_scatter(reduced, accumulated)
+            sent = accumulated.to(self._reduce_dtype)
+            reduced = sent.new_empty(self._shard_numel)
+            yield self._groups.shard.start_reduce_scatter(reduced, sent)
+            del sent
+            reduced = reduced.to(self._gradient_dtype)
         del accumulated
         self.gradient = reduced if self.gradient is None else self.gradient.add_(reduced)
         if not is_last:
             return
         if self._is_partial and self._groups.replicate.size > 1:
-            yield self._groups.replicate.start_all_reduce(self.gradient)
+            yield from self.start_sum(self.gradient, self._groups.replicate)
         num_partial = self._numel_where(lambda layout: layout.is_tensor_partial)
         if self._groups.tensor.size > 1 and num_partial:
-            yield self._groups.tensor.start_all_reduce(self.gradient[:num_partial])
+            yield from self.start_sum(self.gradient[:num_partial], self._groups.tensor)
+
+    def start_sum(self, gradient: Tensor, group: Group) -> Iterator[Work]:
+        """Sum part of ``gradient`` over a group, in place, as ``start_reduce`` does it."""
+        sent = gradient.to(self._reduce_dtype)
+        yield group.start_all_reduce(sent)
+        if sent is not gradient:
+            gradient.copy_(sent)
 
     def gradient_of(self, name: str) -> Tensor:
         """The chunk (with padding) of a parameter in ``gradient``."""
@@ -152,8 +167,9 @@ class ParameterUnit:
         return self.gradient[self._offsets[index] : self._offsets[index + 1]]
 
     def attach_gradients(self) -> None:
-        """Make ``gradient`` the gradients of ``parameters``."""
+        """Make ``gradient`` the gradients of ``parameters``, in their type."""
         assert self.gradient is not None
+        self.gradient = self.gradient.to(self._master_dtype)
         for index, parameter in enumerate(self.parameters.values()):
             parameter.grad = self._shard_view(self.gradient, index)
 
@@ -189,7 +205,8 @@ class ParameterUnit:
         return self._zeros() if accumulated is None else accumulated
 
     def _zeros(self) -> Tensor:
-        return self._master.new_zeros(self._num_shards * self._shard_numel)
+        numel = self._num_shards * self._shard_numel
+        return self._master.new_zeros(numel, dtype=self._gradient_dtype)
 
     def _make_buffer(self, device: torch.device) -> Tensor:
         """Where the gathered parameters lie."""

@@ -2,7 +2,7 @@
 checkpoints.
 
 A checkpoint holds global tensors (``parameters/<name>``, ``optimizer/<key>/<name>``,
-``num_steps``), so that it does not depend on the plan that wrote it.
+``num_steps`` and other numbers), so that it does not depend on the plan that wrote it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from autopar.runtime.parameter_store import ParameterStore
 
 Optimizer = torch.optim.Optimizer
 
-_STEPS = "num_steps"
+NUM_STEPS = "num_steps"
+"""Name of the one number that every checkpoint has; others are of the runtime's own."""
+
 _KEY_BYTES = 1024
 
 
@@ -53,14 +55,13 @@ def full_gradients(
     return _all_whole(store, communicator, model, store.kept_gradients.get, only=trained)
 
 
-def full_state(
+def full_tensors(
     store: ParameterStore,
     communicator: Communicator,
     model: ModelGraph,
     optimizer: Optimizer | None,
-    num_steps: int,
 ) -> dict[str, Tensor]:
-    """All that a checkpoint holds, on every rank, on the CPU."""
+    """All that a checkpoint holds of parameters, on every rank, on the CPU."""
     found = {
         f"parameters/{name}": tensor.cpu()
         for name, tensor in full_parameters(store, communicator, model).items()
@@ -75,7 +76,7 @@ def full_state(
 
         whole = _all_whole(store, communicator, model, part, only=trained, is_sharded=sharded)
         found |= {f"optimizer/{plain}/{name}": tensor.cpu() for name, tensor in whole.items()}
-    return found | {_STEPS: torch.tensor(num_steps)}
+    return found
 
 
 def save(
@@ -84,9 +85,12 @@ def save(
     communicator: Communicator,
     model: ModelGraph,
     optimizer: Optimizer | None,
-    num_steps: int,
+    numbers: Mapping[str, Tensor],
 ) -> None:
-    """Write a checkpoint; the ranks of a stage write its tensors in turn, each whole."""
+    """Write a checkpoint; the ranks of a stage write its tensors in turn, each whole.
+
+    ``numbers`` are scalars that all ranks agree on, ``NUM_STEPS`` among them.
+    """
     mesh = communicator.mesh
     at = mesh.coordinates(communicator.rank)
     position, num_writers = mesh.on_stage(communicator.rank, 0), mesh.num_ranks // mesh.pp
@@ -103,7 +107,7 @@ def save(
             if is_writer:
                 own[full_name] = whole.cpu().clone()
     if communicator.rank == 0:
-        own[_STEPS] = torch.tensor(num_steps)
+        own |= numbers
     communicator.write_checkpoint(own, path)
 
 
@@ -112,9 +116,9 @@ def load(
     store: ParameterStore,
     communicator: Communicator,
     optimizer: Optimizer | None,
-) -> int:
-    """Read this rank's part of a checkpoint; returns its number of steps. Parameters are read one
-    at a time.
+) -> dict[str, float]:
+    """Read this rank's part of a checkpoint; returns its numbers. Parameters are read one at a
+    time.
     """
     stored = stored_tensors(path)
     _check_names(store, stored, path)
@@ -136,7 +140,8 @@ def load(
                 state[_state_key(key)] = value
             else:
                 state[_state_key(key)] = whole
-    return int(read_tensor(path, _STEPS, stored).item())
+    numbers = (key for key in stored if "/" not in key)
+    return {key: float(read_tensor(path, key, stored)) for key in numbers}
 
 
 def _check_names(store: ParameterStore, stored: StoredTensors, path: Path) -> None:
@@ -144,7 +149,7 @@ def _check_names(store: ParameterStore, stored: StoredTensors, path: Path) -> No
     prefix = "parameters/"
     found = {key.removeprefix(prefix) for key in stored if key.startswith(prefix)}
     missing, unknown = store.stages.keys() - found, found - store.stages.keys()
-    if missing or unknown or _STEPS not in stored:
+    if missing or unknown or NUM_STEPS not in stored:
         what = [f"has no parameter {name}" for name in sorted(missing)[:1]]
         what += [f"has parameter {name}, the model has not" for name in sorted(unknown)[:1]]
         raise InputError(

@@ -4,12 +4,13 @@ batch).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from autopar.ir.randomness import Drawing
 from autopar.runtime.communicator import Work
 
 Cell = tuple[int, int]
@@ -40,6 +41,24 @@ class Tape:
     leaves: tuple[Tensor, ...]
     edges: tuple[GradientEdge | None, ...]
     seed: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """What a step is given.
+
+    Attributes:
+        batch: Inputs by name: the global batch, or this rank's share of it if ``is_local``.
+        checksum: Of the global batch, below 2^20; 0 where it is not compared.
+        numbers: What random ops draw by; sequences and block are filled in later.
+        loss_seed: The gradient of the loss with which backward starts.
+    """
+
+    batch: Mapping[str, Tensor]
+    is_local: bool
+    checksum: int
+    numbers: Drawing
+    loss_seed: float = 1.0
 
 
 @dataclass(slots=True)

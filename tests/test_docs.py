@@ -212,7 +212,7 @@ def _with_an_unknown_key(plan: dict[str, Any]) -> None:
 
 
 def _with_an_unknown_field(plan: dict[str, Any]) -> None:
-    plan["mesh"]["cp"] = 1
+    plan["mesh"]["rows"] = 1
 
 
 def _with_another_version(plan: dict[str, Any]) -> None:

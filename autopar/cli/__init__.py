@@ -14,6 +14,7 @@ from pathlib import Path
 from autopar import __version__
 from autopar.ir.errors import AutoparError
 
+PRECISIONS = ("bf16", "fp16", "fp32", "float64")
 INTEGER_PINS = (
     "tp",
     "pp",
@@ -132,8 +133,18 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--precision",
-        choices=("bf16", "fp32", "float64"),
+        choices=PRECISIONS,
         help="of compute; default: as the device does best",
+    )
+    parser.add_argument(
+        "--gradient-dtype",
+        choices=PRECISIONS,
+        help="in which gradients are accumulated; default: fp32 or wider",
+    )
+    parser.add_argument(
+        "--reduce-dtype",
+        choices=PRECISIONS,
+        help="in which gradients are sent; default: as they are accumulated",
     )
     parser.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw")
     parser.add_argument("--learning-rate", type=float, default=3e-4)

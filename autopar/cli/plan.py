@@ -24,6 +24,8 @@ def run(arguments: argparse.Namespace) -> int:
         global_batch_size=arguments.global_batch_size,
         seq_len=arguments.seq_len,
         precision=arguments.precision,
+        gradient_dtype=arguments.gradient_dtype,
+        reduce_dtype=arguments.reduce_dtype,
         optimizer=arguments.optimizer,
         learning_rate=arguments.learning_rate,
         weight_decay=arguments.weight_decay,

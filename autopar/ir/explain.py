@@ -48,7 +48,7 @@ def _summary(plan: Plan) -> str:
 
 
 def _decisions(plan: Plan) -> str:
-    mesh, batch, schedule, training = plan.mesh, plan.batch, plan.schedule, plan.training
+    mesh, schedule, training = plan.mesh, plan.schedule, plan.training
     clipping = "off" if training.max_grad_norm is None else f"at {training.max_grad_norm:g}"
     rows = [
         (
@@ -56,18 +56,15 @@ def _decisions(plan: Plan) -> str:
             f"pipeline {mesh.pp} × data {mesh.dp_replicate} (replicate) × {mesh.dp_shard} (shard) "
             f"× tensor {mesh.tp}",
         ),
-        (
-            "batch",
-            f"{batch.global_batch_size} sequences = {batch.num_micro_batches} micro-batches × "
-            f"{batch.micro_batch_size} × {plan.device_mesh().dp} data ranks",
-        ),
+        ("batch", _batch(plan)),
         (
             "schedule",
             f"{schedule.name}, ZeRO stage {schedule.zero_stage}, recompute {schedule.recompute}",
         ),
         (
             "training",
-            f"{training.precision}, {training.optimizer} (lr {training.learning_rate:g}), "
+            f"{training.precision}, gradients {training.gradient_dtype} (sent as "
+            f"{training.reduce_dtype}), {training.optimizer} (lr {training.learning_rate:g}), "
             f"gradient clipping {clipping}",
         ),
     ]
@@ -76,6 +73,16 @@ def _decisions(plan: Plan) -> str:
             ("pinned", ", ".join(f"{key}={value}" for key, value in sorted(plan.pins.items())))
         )
     return _table(rows)
+
+
+def _batch(plan: Plan) -> str:
+    batch, ranks = plan.batch, plan.device_mesh().batch_ranks
+    text = (
+        f"{batch.global_batch_size} sequences = {batch.num_micro_batches} micro-batches × "
+        f"{batch.micro_batch_size} × {ranks} data ranks"
+    )
+    last = batch.last_size(ranks)
+    return text if last == batch.micro_batch_size else f"{text}, the last micro-batch of {last}"
 
 
 def _stages(plan: Plan) -> str:

@@ -22,7 +22,7 @@ PLAN_VERSION: Literal[1] = 1
 
 ScheduleName = Literal["1f1b", "layered"]
 RecomputeName = Literal["none", "full"]
-PrecisionName = Literal["bf16", "fp32", "float64"]
+PrecisionName = Literal["bf16", "fp16", "fp32", "float64"]
 
 _config = pydantic.ConfigDict(
     extra="forbid", strict=True, json_schema_serialization_defaults_required=True
@@ -56,11 +56,18 @@ class ClusterRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_config)
 class BatchPlan:
-    """Sequences per step, per data rank and micro-batch, and micro-batches per step."""
+    """Sequences per step, per data rank and micro-batch, and micro-batches per step. The last
+    micro-batch has what is left.
+    """
 
     global_batch_size: int
     micro_batch_size: int
     num_micro_batches: int
+
+    def last_size(self, batch_ranks: int) -> int:
+        """Sequences of the last micro-batch per data rank, of ``batch_ranks`` data ranks."""
+        own = self.global_batch_size // batch_ranks
+        return own - self.micro_batch_size * (self.num_micro_batches - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_config)
@@ -74,9 +81,15 @@ class SchedulePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_config)
 class TrainingPlan:
-    """Numerics and optimizer."""
+    """Numerics and optimizer.
+
+    ``precision`` is that of compute. Gradients are accumulated in ``gradient_dtype`` and sent to be
+    summed in ``reduce_dtype``; masters and moments are fp32 or wider.
+    """
 
     precision: PrecisionName
+    gradient_dtype: PrecisionName = "fp32"
+    reduce_dtype: PrecisionName = "fp32"
     optimizer: Literal["adamw", "adam", "sgd"]
     learning_rate: float
     weight_decay: float
@@ -334,13 +347,7 @@ def _check_consistency(plan: Plan, where: str) -> None:
         raise PlanFormatError(f"the mesh has {num_ranks} ranks, more than the cluster", where=where)
     _check_layout_axes(plan, where)
     mesh = plan.device_mesh()
-    per_step = plan.batch.micro_batch_size * plan.batch.num_micro_batches * mesh.batch_ranks
-    if per_step != plan.batch.global_batch_size:
-        raise PlanFormatError(
-            f"{per_step} sequences in micro-batches, but the global batch has "
-            f"{plan.batch.global_batch_size}",
-            where=where,
-        )
+    _check_batch(plan.batch, mesh.batch_ranks, where)
     stages = [segment.stage for segment in plan.segments]
     if not stages or sorted(set(stages)) != list(range(plan.mesh.pp)):
         raise PlanFormatError("segments do not cover every pipeline stage", where=where)
@@ -350,6 +357,22 @@ def _check_consistency(plan: Plan, where: str) -> None:
             raise PlanFormatError(f"segment {index} does not continue the one before", where=where)
         expected = segment.last_block + 1
     _check_settings(plan, where)
+
+
+def _check_batch(batch: BatchPlan, batch_ranks: int, where: str) -> None:
+    own, rest = divmod(batch.global_batch_size, batch_ranks)
+    if rest or own < 1:
+        raise PlanFormatError(
+            f"{batch_ranks} data ranks do not divide a global batch of {batch.global_batch_size}",
+            where=where,
+        )
+    size, num = batch.micro_batch_size, batch.num_micro_batches
+    if size < 1 or num != -(-own // size):
+        raise PlanFormatError(
+            f"{num} micro-batches of {size} sequences, but a data rank has {own} of the global "
+            "batch",
+            where=where,
+        )
 
 
 def _check_layout_axes(plan: Plan, where: str) -> None:

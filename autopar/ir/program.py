@@ -55,12 +55,16 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Program:
-    """The local form of a model under a plan."""
+    """The local form of a model under a plan, at one size of micro-batch.
+
+    ``rest`` is the same model at the size of the last micro-batch, if that is another.
+    """
 
     kinds: Mapping[str, fx.GraphModule]
     segments: tuple[Segment, ...]
     values: Mapping[ValueId, LocalTensor]
     parameters: Mapping[str, LocalTensor]
+    rest: Program | None = None
 
 
 AXIS_HANDLE = "axis_{}"
@@ -96,7 +100,8 @@ def bind_axes(program: Program, groups: Mapping[str, AxisGroup]) -> Program:
             dataclasses.replace(segment, module=_with_kinds(segment.module, kinds))
             for segment in program.segments
         )
-    return dataclasses.replace(program, kinds=kinds, segments=segments)
+    rest = None if program.rest is None else bind_axes(program.rest, groups)
+    return dataclasses.replace(program, kinds=kinds, segments=segments, rest=rest)
 
 
 def _bound(module: fx.GraphModule, groups: Mapping[str, AxisGroup]) -> fx.GraphModule:

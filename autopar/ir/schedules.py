@@ -19,6 +19,7 @@ ComputeOrder = tuple[Action, ...]
 
 ONE_F_ONE_B = "1f1b"
 LAYERED = "layered"
+FORWARD_ONLY = "forward"
 
 
 def make_schedule(
@@ -111,6 +112,38 @@ def layered(
 
     return _lower(
         LAYERED, stages, num_micro_batches, order, regather=zero_stage == 3, reduce_each=False
+    )
+
+
+def forward_only(
+    stage_of_segment: Sequence[int], num_micro_batches: int, *, zero_stage: int = 0
+) -> Schedule:
+    """Forwards without backwards, to evaluate; the optimizer's action stands for the step's end.
+
+    Contiguous stages pass one micro-batch after the other; otherwise all pass a segment before the
+    next.
+
+    Raises:
+        ScheduleError: a stage has no segment, or a number is out of range.
+    """
+    stages = _checked(stage_of_segment, num_micro_batches, zero_stage)
+
+    def order(stage: int) -> Iterator[Action]:
+        segments, micro_batches = _segments_of(stages, stage), range(num_micro_batches)
+        if list(stages) == sorted(stages):
+            for micro_batch, segment in itertools.product(micro_batches, segments):
+                yield Action(ActionKind.FORWARD, segment, micro_batch)
+        else:
+            for segment, micro_batch in itertools.product(segments, micro_batches):
+                yield Action(ActionKind.FORWARD, segment, micro_batch)
+
+    return _lower(
+        FORWARD_ONLY,
+        stages,
+        num_micro_batches,
+        order,
+        regather=zero_stage == 3,
+        reduce_each=False,
     )
 
 

@@ -30,6 +30,7 @@ from autopar.ir.plan import (
     TrainingPlan,
     layout_text,
 )
+from autopar.ir.precision import DTYPES
 from tests.models import next_token_loss, tiny_gpt2, tiny_llama, tiny_transformer, token_batch
 from tests.passes.layouts import cheapest, choose_layout, megatron
 
@@ -39,12 +40,6 @@ HAND_WRITTEN = ("transformer", "frozen")
 
 ``dropout`` is GPT-2 with dropout everywhere, attention included.
 """
-
-DTYPES: dict[PrecisionName, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "float64": torch.float64,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +58,8 @@ class Setup:
     zero_stage: int = 0
     recompute: RecomputeName = "none"
     precision: PrecisionName = "fp32"
+    gradient_dtype: PrecisionName | None = None
+    reduce_dtype: PrecisionName | None = None
     optimizer: str = "sgd"
     max_grad_norm: float | None = None
     modular: bool = False
@@ -124,6 +121,7 @@ def make_plan(setup: Setup) -> Plan:
     """A plan with Megatron's layout and one block per segment; nothing is predicted."""
     model = make_model(setup.name, setup.layers, setup.precision)
     mesh, num_blocks = setup.mesh, len(model.blocks)
+    gradient_dtype = setup.gradient_dtype or ("float64" if setup.precision == "float64" else "fp32")
     micro_batch_size = GLOBAL_BATCH // (mesh.batch_ranks * setup.num_micro_batches)
     pinned = megatron(model, sequence=setup.sequence)
 
@@ -166,6 +164,8 @@ def make_plan(setup: Setup) -> Plan:
         ),
         training=TrainingPlan(
             precision=setup.precision,
+            gradient_dtype=gradient_dtype,
+            reduce_dtype=setup.reduce_dtype or gradient_dtype,
             optimizer=setup.optimizer,  # type: ignore[arg-type]
             learning_rate=0.1 if setup.optimizer == "sgd" else 1e-2,
             weight_decay=0.0 if setup.optimizer == "sgd" else 0.1,
@@ -283,8 +283,9 @@ def module_loss(module: nn.Module, name: str, batch: Mapping[str, Tensor]) -> Te
 
 
 def expected_of(setup: Setup, num_steps: int) -> Expected:
-    """What one device computes for ``setup``; bf16 is compared with float32."""
-    precision: PrecisionName = "fp32" if setup.precision == "bf16" else setup.precision
+    """What one device computes for ``setup``; 16 bits are compared with float32."""
+    half = setup.precision in ("bf16", "fp16")
+    precision: PrecisionName = "fp32" if half else setup.precision
     return one_device(
         setup.name, setup.layers, precision, setup.optimizer, setup.max_grad_norm, num_steps
     )

@@ -119,7 +119,8 @@ def failing(how: str, rank: str, degrees: str) -> None:
     engine = make_engine(setup, communicator)
     engine.train_step(make_batch(setup.name, seed=0))
     if communicator.rank == int(rank):
-        first = engine._runners[min(engine._runners)]
+        runners = engine._trainer.form.runners
+        first = runners[min(runners)]
 
         def fail(*arguments: object) -> None:
             if how == "dies":
