@@ -76,17 +76,35 @@ def _shape(node: fx.Node) -> tuple[Size, ...]:
 
 
 def _merging(node: fx.Node) -> _Wide | None:
-    """What ``node`` merges into its first dim, if that holds the batch."""
+    """What ``node`` merges into one dim that holds the batch; the dims before it stay."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     before, after = _shape(source), _shape(node)
-    if not after or not before or isinstance(after[0], int) or before[0] == after[0]:
+    kept = 0
+    while kept < min(len(before), len(after)) and before[kept] == after[kept]:
+        kept += 1
+    if kept == min(len(before), len(after)) or isinstance(after[kept], int):
         return None
-    rank = _covering(before, after[0])
-    if rank < 2:
+    lead = _merged(before[kept:], after[kept])
+    if len(lead) < 2:
         return None
-    shape = (*before[:rank], *after[1:])
-    return _Wide(source if shape == before else _reshape(node, source, shape), 0, rank)
+    shape = (*after[:kept], *lead, *after[kept + 1 :])
+    return _Wide(source if shape == before else _reshape(node, source, shape), kept, len(lead))
+
+
+def _merged(sizes: Sequence[Size], product: Size) -> tuple[Size, ...]:
+    """The first of ``sizes``, or of them and a divisor of the next, that multiply to ``product``;
+    nothing if there are none.
+    """
+    found: Any = 1
+    for count, size in enumerate(sizes):
+        rest = sympy.sympify(product / found)
+        if rest.is_Integer and isinstance(size, int) and size % int(rest) == 0 and count:
+            return (*sizes[:count], int(rest))
+        found = sympy.sympify(found * size)
+        if found == product:
+            return tuple(sizes[: count + 1])
+    return ()
 
 
 def _kept(node: fx.Node, wide: dict[fx.Node, _Wide]) -> _Wide | None:
@@ -103,16 +121,6 @@ def _kept(node: fx.Node, wide: dict[fx.Node, _Wide]) -> _Wide | None:
             shape = (*after[:dim], *found.lead, *after[dim + 1 :])
             return _Wide(_reshape(node, found.node, shape), dim, found.rank)
     return None
-
-
-def _covering(sizes: Sequence[Size], product: Size) -> int:
-    """How many of ``sizes``, from the first, multiply to ``product``; 0 if no number does."""
-    found: Any = 1
-    for count, size in enumerate(sizes, start=1):
-        found = sympy.sympify(found * size)
-        if found == product:
-            return count
-    return 0
 
 
 def _reshape(before: fx.Node, source: fx.Node, shape: Sequence[Size]) -> fx.Node:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture, run_reference
-from autopar.ir.graph import ModelGraph
+from autopar.ir.graph import BATCH, ModelGraph, info
 from tests.models import LossFn
 
 Batch = dict[str, Tensor]
@@ -80,3 +80,16 @@ def targets(graph: ModelGraph) -> set[str]:
 def structure(graph: ModelGraph) -> list[tuple[str, list[str]]]:
     """Kinds block by block, with the roles of what each reads."""
     return [(block.kind, [value.role.value for value in block.bindings]) for block in graph.blocks]
+
+
+def merged_sizes(graph: ModelGraph) -> set[object]:
+    """Sizes that are neither the batch nor a number."""
+    return {
+        size
+        for kind in graph.kinds.values()
+        for node in kind.graph.nodes
+        if node.op == "call_function"
+        for tensor in info(node).tensors
+        for size in tensor.shape
+        if not isinstance(size, int) and size != BATCH
+    }

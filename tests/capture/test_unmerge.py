@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.capture import capture, run_reference
-from autopar.ir.graph import BATCH, ModelGraph, info
-from tests.zoo import SEQ, VOCAB, ZOO
+from autopar.ir.graph import BATCH
+from tests.capture.helpers import merged_sizes
+from tests.zoo import SEQ, VOCAB
 
 WIDTH, HEADS = 12, 3
 Flat = Callable[["Merging", Tensor], Tensor]
@@ -114,23 +115,3 @@ def test_what_mixes_tokens_stays_merged() -> None:
     assert merged_sizes(graph) == {SEQ * BATCH}
     loss, _ = run_reference(graph, dict(model.named_parameters()), {"tokens": tokens})
     torch.testing.assert_close(loss, squared(model(tokens), None))
-
-
-@pytest.mark.parametrize("name", ["gpt2", "bloom", "mixtral", "qwen3_moe", "nanogpt"])
-def test_no_model_of_the_zoo_merges_tokens(name: str) -> None:
-    family = ZOO[name]
-    for attention in family.attentions:
-        assert merged_sizes(capture(family.build(attention), family.inputs())) == set()
-
-
-def merged_sizes(graph: ModelGraph) -> set[object]:
-    """Sizes that are neither the batch nor a number."""
-    return {
-        size
-        for kind in graph.kinds.values()
-        for node in kind.graph.nodes
-        if node.op == "call_function"
-        for tensor in info(node).tensors
-        for size in tensor.shape
-        if not isinstance(size, int) and size != BATCH
-    }
