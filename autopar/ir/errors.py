@@ -40,6 +40,10 @@ class PlacementError(AutoparError):
     """A graph under a layout does not type-check."""
 
 
+class RuleError(AutoparError):
+    """A factor rule is wrong: running the op in shards gave something else than the op itself."""
+
+
 class PlanFormatError(AutoparError):
     """A plan file is malformed, of another version, or belongs to another model."""
 

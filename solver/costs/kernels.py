@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from autopar.solver.costs.work import Product, Work
+from autopar.solver.costs.products import Product
+from autopar.solver.costs.work import Work
 from autopar.solver.hardware import Hardware
 
 

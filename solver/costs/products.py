@@ -33,7 +33,7 @@ class Product:
 
     @property
     def flops(self) -> Size:
-        return whole_size(sympy.sympify(2 * self.batch * self.rows * self.columns * self.depth))
+        return whole_size(2 * self.batch * self.rows * self.columns * self.depth)
 
     @property
     def left_gradient(self) -> Product:
@@ -116,7 +116,7 @@ def _einsum(node: fx.Node, left: Shape, right: Shape) -> _Sizes:
         names = [*before, *(f".{index}" for index in reversed(range(rest))), *after]
         assert dots or not rest, "the equation does not fit its operands"
         sizes.append(dict(zip(names, shape, strict=True)))
-    kept = set(written) if "->" in equation else set(equation)
+    kept = set(written)  # what both operands have and no result is written for is summed
     batch, rows, columns, depth = 1, 1, 1, 1
     for name in dict.fromkeys((*sizes[0], *sizes[1])):
         both = name in sizes[0] and name in sizes[1]

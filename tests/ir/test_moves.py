@@ -10,7 +10,7 @@ from torch import Tensor
 from autopar.ir.moves import Collective, backward_of, collective_of, move, transfer
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATED, State, sharded
 from autopar.runtime.threads import ThreadGroup, run_ranks, thread_groups
-from tests.ir.prove import collect, distribute
+from autopar.testing.shards import collect, distribute
 
 _BLOCKS = ((1,), (1, 1), (2, 1, 1))
 

@@ -19,7 +19,7 @@ from autopar.ir.rules.registry import (
     unregister,
 )
 from autopar.ir.typecheck import is_op, kind_options
-from tests.ir.prove import Sample, prove, sample_node
+from autopar.testing.prove import Sample, prove, sample_node
 from tests.models import LossFn, tiny_gpt2, tiny_llama, tiny_transformer
 from tests.strategies import KindBuilder
 

@@ -16,7 +16,7 @@ from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATED, sharded
 from autopar.ir.rules.core import Option, Rule
 from autopar.ir.rules.registry import register, rule_of, unregister
 from autopar.ir.rules.text import parse_rule
-from tests.ir.prove import Sample, prove, sample_node
+from autopar.testing.prove import Sample, prove, sample_node
 
 _aten = torch.ops.aten
 I, R, P = INVARIANT, REPLICATED, PARTIAL  # noqa: E741
@@ -108,7 +108,10 @@ WRONG: dict[str, tuple[Sample, Callable[[fx.Node], Rule]]] = {
         Sample(target=_aten.layer_norm.default, args=(X, [8], floats(8), floats(8))),
         changed(unsplittable=frozenset()),
     ),
-    "causal queries are split": (ATTENTION, changed(unsplittable=frozenset({"d", "e", "t"}))),
+    "causal queries are split as others": (
+        ATTENTION,
+        changed(unsplittable=frozenset({"d", "e", "t"}), helpers={}),
+    ),
     "keys are split": (ATTENTION, changed(unsplittable=frozenset({"d", "e", "s"}))),
     "heads are inside of their features": (
         Sample(target=_aten.reshape.default, args=(floats(4, 8), [4, 2, 4])),

@@ -5,6 +5,7 @@ Importing this package registers all families.
 
 from autopar.ir.rules import (
     attention,
+    convolution,
     creation,
     embedding,
     experts,
@@ -14,11 +15,14 @@ from autopar.ir.rules import (
     norm,
     pointwise,
     reduction,
+    scatter,
     shape,
+    spatial,
 )
 
 __all__ = [
     "attention",
+    "convolution",
     "creation",
     "embedding",
     "experts",
@@ -28,5 +32,7 @@ __all__ = [
     "norm",
     "pointwise",
     "reduction",
+    "scatter",
     "shape",
+    "spatial",
 ]

@@ -125,8 +125,12 @@ class Call:
         additive: Iterable[str] = (),
         helpers: Mapping[str, str] | None = None,
         extra: Sequence[Option] = (),
+        sizes: Mapping[str, Size] | None = None,
     ) -> Rule:
-        """A rule from dims written as texts (see ``rules.text``), by argument name."""
+        """A rule from dims written as texts (see ``rules.text``), by argument name.
+
+        ``sizes`` are those of factors that shapes alone do not tell.
+        """
         terms = {name: parse_dims(text) for name, text in operands.items()}
         result_terms = tuple(map(parse_dims, results))
         pairs = [
@@ -137,7 +141,8 @@ class Call:
         result_pairs = [
             (found, tensor.shape) for found, tensor in zip(result_terms, self.results, strict=True)
         ]
-        table = SizeTable.of((*((found, shape) for _, found, shape in pairs), *result_pairs))
+        shapes = ((found, shape) for _, found, shape in pairs)
+        table = SizeTable.of((*shapes, *result_pairs), sizes)
         return self.rule(
             {name: match_dims(found, shape, table) for name, found, shape in pairs},
             [match_dims(found, shape, table) for found, shape in result_pairs],

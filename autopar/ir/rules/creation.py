@@ -25,7 +25,8 @@ def _constant(node: fx.Node) -> Rule:
     return call.rule(operands, [dims], sizes)
 
 
-@register(_aten.arange, _aten.linspace, _aten.eye, _aten.tril_indices, _aten.scalar_tensor)
+@register(_aten.arange, _aten.linspace, _aten.logspace, _aten.eye)
+@register(_aten.tril_indices, _aten.triu_indices, _aten.scalar_tensor)
 def _counting(node: fx.Node) -> Rule:
     call = Call(node)
     return call.rule({}, [tuple(Dim() for _ in call.results[0].shape)], {})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import fx
 
@@ -70,17 +72,68 @@ def _outer(node: fx.Node) -> Rule:
 
 
 @register(_aten.einsum.default)
-def _einsum(node: fx.Node) -> Rule | None:
-    """Equations of plain letters with a written result."""
+def _einsum(node: fx.Node) -> Rule:
+    """Any equation; what ``...`` stands for is broadcast."""
     call = Call(node)
     equation = str(call.argument("equation")).replace(" ", "")
     left, arrow, right = equation.partition("->")
-    if not arrow or "." in equation:
-        return None
-    operands = ",".join(" ".join(part) for part in left.split(","))
+    if not arrow:  # letters that occur once, in order of the alphabet
+        letters = left.replace(".", "").replace(",", "")
+        once = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
+        right = ("..." if "..." in left else "") + once
+    sides = [",".join(map(_spelled, side.split(","))) for side in (left, right)]
     return parse_rule(
-        f"{operands} -> {' '.join(right)}",
+        " -> ".join(sides),
         call.operands,
         call.results,
         linear=[{index} for index in range(len(call.operands))],
     )
+
+
+def _spelled(term: str) -> str:
+    """``b...k`` as ``b rest.. k``."""
+    return " ".join(" rest.. " if part == "..." else part for part in _PARTS.findall(term))
+
+
+_PARTS = re.compile(r"\.\.\.|[A-Za-z]")
+
+
+@register(_aten.tensordot.default)
+def _tensordot(node: fx.Node) -> Rule:
+    call = Call(node)
+    pairs = list(zip(call.integers("dims_self"), call.integers("dims_other"), strict=True))
+    left = [f"m{dim}" for dim in range(len(call.shape("self")))]
+    right = [f"n{dim}" for dim in range(len(call.shape("other")))]
+    for number, (one, other) in enumerate(pairs):
+        left[one] = right[other] = f"k{number}"
+    result = [name for name in (*left, *right) if not name.startswith("k")]
+    return call.text_rule(
+        {"self": " ".join(left), "other": " ".join(right)},
+        [" ".join(result)],
+        linear=[("self",), ("other",)],
+    )
+
+
+@register(_aten._grouped_mm.default, "transformers::grouped_mm_fallback")
+def _grouped_mm(node: fx.Node) -> Rule | None:
+    """Rows of one matrix multiply that of their group: groups and their rows stay whole."""
+    call = Call(node)
+    left, right, offsets = call.names[:3]
+    shapes = (len(call.shape(left)), len(call.shape(right)))
+    if call.tensor(offsets) is None:
+        texts = {left: "g m k", right: "g k n"}, "g m n"
+    elif shapes == (2, 3):
+        texts = {left: "!t k", right: "!g k n"}, "!t n"
+    elif shapes == (2, 2):
+        texts = {left: "m !t", right: "!t n"}, "_ m n"
+    elif shapes == (3, 2):
+        texts = {left: "!g m k", right: "k !t"}, "m !t"
+    else:
+        return None
+    operands, result = texts
+    return call.text_rule({**operands, offsets: "_"}, [result], linear=[(left,), (right,)])
+
+
+@register(_aten.cdist.default)
+def _distances(node: fx.Node) -> Rule:
+    return Call(node).text_rule({"x1": "b.. m !d", "x2": "b.. n !d"}, ["b.. m n"])

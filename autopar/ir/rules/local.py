@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
-from autopar.ir import functional
+from autopar.ir import functional, losses
 from autopar.ir.causal import causal_attention
 from autopar.ir.errors import PlacementError
 from autopar.ir.experts import expert_dispatch, expert_slice
@@ -100,8 +101,10 @@ def local_form(
         sizes = [shape[dim] for shape in local_shapes]
         args: tuple[Any, ...] = (call.argument("self"), sizes, dim)
         return LocalForm(target=_aten.split_with_sizes.default, args=args, kwargs={})
-    if node.target is _aten.repeat.default:
+    if node.target in (_aten.repeat.default, _aten.tile.default):
         return _repeat(node, local_shapes[0])
+    if node.target in _GROUPED:
+        return _grouped(node, local_shapes[0])
     target = node.target
     assert callable(target)
     kwargs = dict(node.kwargs)
@@ -129,6 +132,9 @@ def require_compatible(node: fx.Node, options: Mapping[str, Option]) -> None:
 _SHARED = ("mean", CAUSAL_HELPER)
 """Helpers that serve several axes together."""
 
+_OF_ALL_AXES = ("mean", "mean_loss", "token_mean")
+"""Helpers that serve several axes at once."""
+
 # A dim of which a rank holds one index must not be squeezed away.
 _RESHAPED = (
     _aten.view.default,
@@ -140,19 +146,61 @@ _RESHAPED = (
     _aten.unflatten.int,
 )
 
-_SPLITS = (_aten.split.Tensor, _aten.split.sizes, _aten.chunk.default)
+_GROUPED = {
+    overload: argument
+    for packet, argument in {
+        _aten.conv1d: "groups",
+        _aten.conv2d: "groups",
+        _aten.conv3d: "groups",
+        _aten.convolution: "groups",
+        _aten.conv_transpose1d: "groups",
+        _aten.conv_transpose2d: "groups",
+        _aten.conv_transpose3d: "groups",
+        _aten.group_norm: "num_groups",
+    }.items()
+    for overload in (getattr(packet, name) for name in packet.overloads())
+}
+"""Ops that are told how many groups their channels have."""
+
+_SPLITS = (
+    _aten.split.Tensor,
+    _aten.split.sizes,
+    _aten.chunk.default,
+    _aten.tensor_split.sections,
+    _aten.tensor_split.indices,
+    _aten.unsafe_split.Tensor,
+)
 
 
 def _repeat(node: fx.Node, local_shape: Shape) -> LocalForm:
     """New dims are repeated as often as the local shape says, tiles as often as they were."""
     call = Call(node)
     (operand,) = call.operands
-    repeats = list(call.integers("repeats"))
+    tiled = node.target is _aten.tile.default
+    repeats = list(call.integers("dims" if tiled else "repeats"))
+    repeats = [1] * (len(local_shape) - len(repeats)) + repeats
     new = len(repeats) - len(operand.shape)
     for dim in range(len(repeats)):
         if dim < new or operand.shape[dim - new] == 1:
             repeats[dim] = local_shape[dim]
     return LocalForm(target=_aten.repeat.default, args=(call.argument("self"), repeats), kwargs={})
+
+
+def _grouped(node: fx.Node, local_shape: Shape) -> LocalForm:
+    """A rank has as many groups as channels of the result, in proportion."""
+    call = Call(node)
+    name = _GROUPED[node.target]
+    weight = call.tensor("weight")
+    positions = len(weight.shape) - 2 if weight is not None and name == "groups" else None
+    dim = 1 if positions is None else len(local_shape) - positions - 1
+    channels = call.results[0].shape[dim]
+    assert isinstance(channels, int), "channels depend on the batch"
+    groups = call.integer(name)
+    if groups > 1:
+        groups = groups * local_shape[dim] // channels
+    arguments = [groups if other == name else call.argument(other) for other in call.names]
+    assert isinstance(node.target, OpOverload)
+    return LocalForm(target=node.target, args=tuple(arguments), kwargs={})
 
 
 def _vocab_embedding(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
@@ -169,9 +217,30 @@ def _vocab_token_loss(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
         call.argument("logits"),
         call.argument("targets"),
         AxisHandle(next(iter(helped))),
-        call.integer("ignore_index"),
+        *map(call.argument, ("ignore_index", "label_smoothing", "weight")),
     )
     return LocalForm(target=functional.vocab_token_loss, args=args, kwargs={})
+
+
+def _mean_loss(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
+    args = (_packet_name(node), tuple(map(AxisHandle, helped)), *node.args)
+    return LocalForm(target=losses.mean_loss_of_shard, args=args, kwargs=dict(node.kwargs))
+
+
+def _token_mean(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
+    call = Call(node)
+    arguments = map(call.argument, ("self", "target", "weight", "ignore_index"))
+    smoothing = call.argument_or("label_smoothing", 0.0)
+    return LocalForm(
+        target=losses.mean_token_loss_of_shard,
+        args=(_packet_name(node), tuple(map(AxisHandle, helped)), *arguments),
+        kwargs={"label_smoothing": smoothing} if smoothing else {},
+    )
+
+
+def _packet_name(node: fx.Node) -> str:
+    assert isinstance(node.target, OpOverload)
+    return str(node.target.overloadpacket.__name__)
 
 
 def _mean(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
@@ -222,6 +291,8 @@ _HELPERS: dict[str, Callable[[fx.Node, Mapping[str, Option]], LocalForm]] = {
     "vocab_embedding": _vocab_embedding,
     "vocab_token_loss": _vocab_token_loss,
     "mean": _mean,
+    "mean_loss": _mean_loss,
+    "token_mean": _token_mean,
     CAUSAL_HELPER: _causal_attention,
     "expert_slice": _experts,
     "expert_dispatch": _experts,

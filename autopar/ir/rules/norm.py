@@ -34,5 +34,30 @@ def _norm(node: fx.Node) -> Rule:
 
 @register(_aten.group_norm.default)
 def _group_norm(node: fx.Node) -> Rule:
-    texts = {"input": "b !c _..", "weight": "!c", "bias": "!c"}
-    return Call(node).text_rule(texts, ["b !c _.."])
+    """Channels are split by whole groups: a rank has fewer of them."""
+    call = Call(node)
+    channels = "(g !c)"
+    whole = "_ " * (len(call.shape("input")) - 2)
+    return call.text_rule(
+        {"input": f"b {channels} {whole}", "weight": channels, "bias": channels},
+        [f"b {channels} {whole}"],
+        linear=[("weight", "bias")] if call.tensor("bias") else [("weight",)],
+        sizes={"g": call.integer("num_groups")},
+    )
+
+
+@register(_aten.batch_norm.default, _aten.instance_norm.default)
+def _batch_norm(node: fx.Node) -> Rule:
+    """Channels are split freely; sequences where statistics are given, or each one's own."""
+    call = Call(node)
+    own = node.target is _aten.instance_norm.default
+    measured = bool(call.argument("use_input_stats" if own else "training"))
+    batch = "!b" if measured and not own else "b"
+    spatial = len(call.shape("input")) - 2
+    positions = "_ " * spatial if measured else " ".join(f"x{dim}" for dim in range(spatial))
+    names = ("weight", "bias", "running_mean", "running_var")
+    return call.text_rule(
+        {"input": f"{batch} c {positions}", **dict.fromkeys(names, "c")},
+        [f"{batch} c {positions}"],
+        linear=[("weight", "bias")] if call.tensor("bias") else [("weight",)],
+    )

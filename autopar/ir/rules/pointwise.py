@@ -7,8 +7,9 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autopar.ir.rules.call import Call
-from autopar.ir.rules.core import Rule
-from autopar.ir.rules.registry import register
+from autopar.ir.rules.core import Dim, Rule
+from autopar.ir.rules.reduction import plain_dims, wrapped
+from autopar.ir.rules.registry import register, register_tagged
 
 _aten = torch.ops.aten
 
@@ -47,6 +48,14 @@ _LINEAR: dict[str, Linear] = {
     "lift_fresh_copy": (("self",),),
     "zeros_like": (("self",),),
     "positive": (("self",),),
+    "deg2rad": (("self",),),
+    "rad2deg": (("self",),),
+    "conj_physical": (("self",),),
+    "real": (("self",),),
+    "imag": (("self",),),
+    "complex": (("real", "imag"),),
+    "special_xlog1py": (("self",),),
+    "xlogy": (("self",),),
 }
 """Ops that are linear in sets of operands, provided that the constants beside them allow it."""
 
@@ -58,6 +67,7 @@ def pointwise_rule(node: fx.Node, linear: Linear = ()) -> Rule:
     return call.text_rule(dict.fromkeys(names, "d.."), ["d.."] * len(call.results), linear=linear)
 
 
+@register_tagged(torch.Tag.pointwise)
 @register(*(getattr(_aten, name) for name in _NONLINEAR.split()))
 def _nonlinear(node: fx.Node) -> Rule:
     return pointwise_rule(node)
@@ -109,6 +119,55 @@ def _masked_fill(node: fx.Node) -> Rule:
     if call.tensor("value") is not None:
         return pointwise_rule(node, (("self", "value"),))
     return pointwise_rule(node, (("self",),) if call.argument("value") == 0 else ())
+
+
+@register(_aten.fill)
+def _fill(node: fx.Node) -> Rule:
+    """Nothing of the operand but its shape is read."""
+    call = Call(node)
+    if call.tensor("value") is not None:
+        return pointwise_rule(node, (("self", "value"),))
+    return pointwise_rule(node, (("self",),) if call.argument("value") == 0 else ())
+
+
+@register(_aten.prelu.default)
+def _prelu(node: fx.Node) -> Rule:
+    """One slope, or one for each channel: dim 1."""
+    call = Call(node)
+    if call.shape("weight") in ((), (1,)) or len(call.shape("self")) < 2:
+        return call.text_rule({"self": "d..", "weight": "_.."}, ["d.."])
+    rest = " ".join(f"x{dim}" for dim in range(len(call.shape("self")) - 2))
+    return call.text_rule({"self": f"b c {rest}", "weight": "c"}, [f"b c {rest}"])
+
+
+@register(_aten.glu.default)
+def _glu(node: fx.Node) -> Rule:
+    """A dim of two halves, gate and value: a rank has its part of both."""
+    call = Call(node)
+    (dim,) = wrapped([call.integer("dim")], len(call.shape("self")))
+    dims, sizes = plain_dims(call, [dim])
+    half = call.results[0].shape[dim]
+    joined, single = (Dim(("u",), (1, 1)), Dim(("u",))) if half != 1 else (Dim(), Dim())
+    return call.rule(
+        {"self": (*dims[:dim], joined, *dims[dim + 1 :])},
+        [(*dims[:dim], single, *dims[dim + 1 :])],
+        {**sizes, "u": half},
+    )
+
+
+@register(_aten.bucketize.Tensor, _aten.searchsorted.Tensor)
+def _searched(node: fx.Node) -> Rule:
+    """Rows of boundaries stay whole; each row of values has its own, or all have the same one."""
+    call = Call(node)
+    boundaries = "boundaries" if node.target is _aten.bucketize.Tensor else "sorted_sequence"
+    if len(call.shape(boundaries)) == 1:
+        return call.text_rule({"self": "d..", boundaries: "_"}, ["d.."])
+    return call.text_rule({"self": "b.. n", boundaries: "b.. _", "sorter": "b.. _"}, ["b.. n"])
+
+
+@register(_aten.one_hot.default)
+def _one_hot(node: fx.Node) -> Rule:
+    return Call(node).text_rule({"self": "d.."}, ["d.. _"])
 
 
 @register(_aten.tril, _aten.triu)

@@ -17,7 +17,7 @@ _aten = torch.ops.aten
 
 _WHOLE_REDUCTIONS = """
     all amax amin any argmax argmin aminmax count_nonzero kthvalue logsumexp max median min mode
-    norm prod std std_mean var var_mean linalg_vector_norm
+    norm prod std std_mean var var_mean linalg_vector_norm linalg_norm
 """
 
 _ROWS = """
@@ -79,6 +79,35 @@ def _sum(node: fx.Node) -> Rule | None:
     call = Call(node)
     exact = call.operands[0].dtype != torch.bool
     return _reduce(call, whole=False, linear=exact)
+
+
+@register(_aten.nansum.default)
+def _nansum(node: fx.Node) -> Rule | None:
+    return _reduce(Call(node), whole=False)
+
+
+@register(_aten.renorm.default)
+def _renorm(node: fx.Node) -> Rule:
+    """Every index of ``dim`` has a norm over all other dims: they stay whole."""
+    call = Call(node)
+    num_dims = len(call.operands[0].shape)
+    kept = wrapped([call.integer("dim")], num_dims)
+    dims, sizes = plain_dims(call, set(range(num_dims)) - set(kept))
+    return call.rule({"self": dims}, [dims], sizes)
+
+
+@register(_aten.cosine_similarity.default)
+def _cosine(node: fx.Node) -> Rule | None:
+    """Along ``dim`` of operands that are broadcast; that dim stays whole."""
+    call = Call(node)
+    num_dims = len(call.results[0].shape) + 1
+    (dim,) = wrapped([call.integer("dim")], num_dims)
+    if any(len(operand.shape) != num_dims for operand in call.operands):
+        return None
+    names = [f"d{place}" for place in range(num_dims)]
+    text = " ".join(f"!{name}" if place == dim else name for place, name in enumerate(names))
+    result = " ".join(name for place, name in enumerate(names) if place != dim)
+    return call.text_rule({"x1": text, "x2": text}, [result])
 
 
 @register(_aten.mean.default, _aten.mean.dim)

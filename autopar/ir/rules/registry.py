@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+import torch
 from torch import fx
 from torch._ops import OpOverload
 
@@ -18,18 +19,32 @@ RuleFunction = Callable[[fx.Node], Rule | None]
 _Function = TypeVar("_Function", bound=RuleFunction)
 
 _RULES: dict[object, RuleFunction] = {}
+_TAGGED: dict[torch.Tag, RuleFunction] = {}
 
 
 def register(*targets: object) -> Callable[[_Function], _Function]:
     """Make the decorated function the rule of ``targets``.
 
-    A target is an ATen overload, an overload packet (all its overloads), or a function of
+    A target is an overload of an op, an overload packet (all its overloads), the name of an op as
+    ``"namespace::name"`` (all its overloads, whether or not it is defined yet), or a function of
     ``autopar.ir.functional``. A later registration replaces an earlier one.
     """
 
     def decorate(function: _Function) -> _Function:
         for target in targets:
             _RULES[target] = function
+        return function
+
+    return decorate
+
+
+def register_tagged(tag: torch.Tag) -> Callable[[_Function], _Function]:
+    """Make the decorated function the rule of all ops with ``tag`` that have no other one, write
+    into no argument and draw no random numbers.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        _TAGGED[tag] = function
         return function
 
     return decorate
@@ -77,6 +92,10 @@ def _whole(tensor: TensorInfo) -> TensorDims:
 
 def _find(target: object) -> RuleFunction | None:
     found = _RULES.get(target)
-    if found is None and isinstance(target, OpOverload):
-        found = _RULES.get(target.overloadpacket)
-    return found
+    if found is not None or not isinstance(target, OpOverload):
+        return found
+    schema = target._schema  # pyright: ignore[reportPrivateUsage]
+    found = _RULES.get(target.overloadpacket) or _RULES.get(schema.name)
+    if found is not None or schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
+        return found
+    return next((_TAGGED[tag] for tag in target.tags if tag in _TAGGED), None)

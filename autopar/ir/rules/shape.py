@@ -42,7 +42,8 @@ def _reshape(node: fx.Node) -> Rule:
 
 
 @register(_aten.transpose.int, _aten.swapaxes.default, _aten.permute.default, _aten.t.default)
-@register(_aten.movedim.int, _aten.mT.default, _aten.numpy_T.default)
+@register(_aten.movedim, _aten.moveaxis, _aten.swapdims.default)
+@register(_aten.mT.default, _aten.mH.default, _aten.adjoint.default, _aten.numpy_T.default)
 def _permute(node: fx.Node) -> Rule:
     call = Call(node)
     num_dims = len(call.operands[0].shape)
@@ -59,14 +60,16 @@ def _permutation(call: Call, num_dims: int) -> Sequence[int]:
         return wrapped(call.integers("dims"), num_dims)
     if target in (_aten.t.default, _aten.numpy_T.default):
         return order[::-1]
-    if target is _aten.movedim.int:
-        source, place = wrapped((call.integer("source"), call.integer("destination")), num_dims)
-        order.remove(source)
-        order.insert(place, source)
-        return order
+    if "destination" in call.names:
+        moved = wrapped(call.integers("source"), num_dims)
+        places = wrapped(call.integers("destination"), num_dims)
+        rest = iter(dim for dim in order if dim not in moved)
+        given = dict(zip(places, moved, strict=True))
+        return [given[place] if place in given else next(rest) for place in order]
     names = {
         _aten.transpose.int: ("dim0", "dim1"),
         _aten.swapaxes.default: ("axis0", "axis1"),
+        _aten.swapdims.default: ("dim0", "dim1"),
     }.get(target)  # type: ignore[call-overload]
     pair = (call.integer(names[0]), call.integer(names[1])) if names else (-2, -1)
     first, second = wrapped(pair, num_dims)
@@ -74,7 +77,8 @@ def _permutation(call: Call, num_dims: int) -> Sequence[int]:
     return order
 
 
-@register(_aten.expand.default, _aten.broadcast_to.default, _aten.repeat.default)
+@register(_aten.expand.default, _aten.broadcast_to.default)
+@register(_aten.repeat.default, _aten.tile.default)
 def _expand(node: fx.Node) -> Rule:
     """A new or stretched dim is a factor that the operand lacks; tiles come one after another."""
     call = Call(node)
@@ -148,7 +152,19 @@ def _select(node: fx.Node) -> Rule:
     return call.rule({"self": dims}, [result] * len(call.results), sizes, linear=[("self",)])
 
 
+@register(_aten.diagonal.default)
+def _diagonal(node: fx.Node) -> Rule:
+    """The two dims become one, the last; both stay whole."""
+    call = Call(node)
+    num_dims = len(call.shape("self"))
+    pair = wrapped((call.integer("dim1"), call.integer("dim2")), num_dims)
+    dims, sizes = plain_dims(call, pair)
+    kept = tuple(dim for place, dim in enumerate(dims) if place not in pair)
+    return call.rule({"self": dims}, [(*kept, Dim())], sizes, linear=[("self",)])
+
+
 @register(_aten.split_with_sizes.default, _aten.split, _aten.chunk.default)
+@register(_aten.tensor_split.sections, _aten.tensor_split.indices, _aten.unsafe_split.Tensor)
 def _split(node: fx.Node) -> Rule:
     """A dim of several blocks: each rank may hold its part of every block (fused QKV, gate-up)."""
     call = Call(node)

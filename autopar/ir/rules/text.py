@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import sympy
@@ -86,13 +86,17 @@ class SizeTable:
     unsplittable: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, pairs: Iterable[tuple[Terms, Sequence[Size]]]) -> SizeTable:
-        """Sizes from all tensors of a rule.
+    def of(
+        cls,
+        pairs: Iterable[tuple[Terms, Sequence[Size]]],
+        known: Mapping[str, Size] | None = None,
+    ) -> SizeTable:
+        """Sizes from all tensors of a rule, beside those that are ``known``.
 
         Raises:
             InputError: If a size is contradictory or cannot be found.
         """
-        table = cls()
+        table = cls(dict(known or {}))
         products: list[tuple[Dim, Size]] = []
         for terms, shape in pairs:
             dims = _unroll(terms, len(shape))

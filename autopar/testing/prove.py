@@ -1,13 +1,13 @@
 """The prover: runs an op shard by shard under each of its options and compares with the whole op.
 
-Values and gradients have to be those of the op in float64, where each operand's gradient is in the
-dual state of the operand.
+Values and gradients have to be those of the op, where each operand's gradient is in the dual state
+of the operand. Ranks are threads of this process.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,8 +18,7 @@ from autopar.ir.errors import PlacementError
 from autopar.ir.graph import NodeInfo, Size, TensorInfo, info, set_info
 from autopar.ir.layout import operands_of
 from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, TENSOR_AXIS
-from autopar.ir.moves import assemble, take_shard
-from autopar.ir.placement import REPLICATED, Placement, StateKind, local_shape
+from autopar.ir.placement import REPLICATED, Placement, local_shape
 from autopar.ir.program import AXIS_HANDLE
 from autopar.ir.randomness import Drawing, drawing
 from autopar.ir.rules.core import Option, Rule, block_patterns, options_of
@@ -27,13 +26,19 @@ from autopar.ir.rules.local import localize_node, require_compatible
 from autopar.ir.rules.registry import rule_or_replicated
 from autopar.ir.typecheck import placement_error, shared_factors_error
 from autopar.runtime.threads import run_ranks, thread_groups
+from autopar.testing.shards import collect, compare, distribute, random_like, tolerance_of
 
-_TOLERANCE = 1e-9
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A tensor among the arguments of a sample that gets no gradient."""
+
+    tensor: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A call of an op on real tensors. Floating operands have gradients."""
+    """A call of an op on real tensors. Floating operands have gradients, unless ``Fixed``."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
@@ -56,9 +61,11 @@ def sample_node(sample: Sample) -> SampleNode:
     values: dict[fx.Node, Tensor] = {}
 
     def placeholder(argument: Any) -> Any:
-        if isinstance(argument, Tensor):
+        if isinstance(argument, Tensor | Fixed):
+            tensor = argument.tensor if isinstance(argument, Fixed) else argument
+            graded = tensor is argument and (tensor.is_floating_point() or tensor.is_complex())
             node = graph.placeholder(f"operand_{len(values)}")
-            values[node] = argument.detach().requires_grad_(argument.is_floating_point())
+            values[node] = tensor.detach().requires_grad_(graded)
             set_info(node, NodeInfo(tensors=(_facts(values[node]),)))
             return node
         if isinstance(argument, list | tuple):
@@ -161,12 +168,14 @@ def prove_options(
     whole: SampleNode, options: Mapping[str, Option], axes: Mapping[str, int]
 ) -> None:
     """Run one typing on ranks; raise ``AssertionError`` unless value and gradients are right."""
-    text = f"{whole.node.target} under " + "; ".join(f"{a}: {o}" for a, o in options.items())
+    text = f"{whole.node.target}, " + " and ".join(
+        _described(option, axis, axes[axis]) for axis, option in options.items()
+    )
     sizes = tuple(axes.values())
     generator = torch.Generator().manual_seed(0)
     operand_placements, result_placements = _placements(options)
 
-    seeds = [torch.randn(r.shape, generator=generator, dtype=r.dtype) for r in _graded(whole)]
+    seeds = [random_like(result, generator) for result in _graded(whole)]
     expected = _gradients(_graded(whole), whole.operands, seeds)
 
     shards = [
@@ -183,11 +192,15 @@ def prove_options(
         for tensor, placement in zip(whole.results, result_placements, strict=True)
     ]
     groups = _rank_groups(axes)
+    tolerance = tolerance_of((*whole.operands, *whole.results))
 
     def run(rank: int) -> tuple[list[Tensor], list[Tensor]]:
         local = [_leaf(shards[index][rank], tensor) for index, tensor in enumerate(whole.operands)]
         graph, node = _localized(whole, options, shapes)
-        results = _run(graph, node, local, groups[rank])
+        try:
+            results = _run(graph, node, local, groups[rank])
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise AssertionError(f"{text}: the op refuses its shards: {error}") from error
         cotangents = [shard[rank] for shard in seed_shards]
         grads = _gradients([results[index] for index in graded], local, cotangents)
         return [result.detach() for result in results], grads
@@ -199,14 +212,40 @@ def prove_options(
     for index, result in enumerate(whole.results):
         parts = [outcome[0][index] for outcome in outcomes]
         assert all(part.shape == torch.Size(shapes[index]) for part in parts), (
-            f"{text}: shape of result {index}"
+            f"{text}: result {index} has the shape {tuple(parts[0].shape)} on a rank, "
+            f"not {shapes[index]}"
         )
-        _compare(collect(parts, result_placements[index], sizes), result, f"{text}: result {index}")
+        what = f"{text}: result {index}"
+        compare(
+            _collected(parts, result_placements[index], sizes, what, tolerance),
+            result,
+            what,
+            tolerance,
+        )
     for index, gradient in enumerate(expected):
         if whole.operands[index].requires_grad:
             parts = [outcome[1][index] for outcome in outcomes]
-            found = collect(parts, _dual(operand_placements[index]), sizes)
-            _compare(found, gradient, f"{text}: gradient of operand {index}")
+            what = f"{text}: the gradient of operand {index}"
+            found = _collected(parts, _dual(operand_placements[index]), sizes, what, tolerance)
+            compare(found, gradient, what, tolerance)
+
+
+def _described(option: Option, axis: str, size: int) -> str:
+    split = "no factor split" if option.factor is None else f"factor {option.factor} split"
+    return f"{split} over {size} ranks of axis {axis} ({option})"
+
+
+def _collected(
+    parts: Sequence[Tensor],
+    placement: Placement,
+    sizes: Sequence[int],
+    what: str,
+    tolerance: float,
+) -> Tensor:
+    try:
+        return collect(parts, placement, sizes, tolerance)
+    except (AssertionError, RuntimeError) as error:
+        raise AssertionError(f"{what}: {error}") from error
 
 
 def _communicates(options: Mapping[str, Option]) -> bool:
@@ -296,67 +335,3 @@ def _rank_groups(axes: Mapping[str, int]) -> list[dict[str, Any]]:
 
 def _dual(placement: Placement) -> Placement:
     return tuple(state.dual() for state in placement)
-
-
-def distribute(
-    tensor: Tensor, placement: Placement, sizes: Sequence[int], generator: torch.Generator
-) -> list[Tensor]:
-    """What each rank (the last axis fastest) holds of ``tensor``."""
-    tensor = tensor.detach()
-    if not placement:
-        return [tensor]
-    state, size = placement[0], sizes[0]
-    rest = (placement[1:], sizes[1:], generator)
-    if state.is_whole:
-        return distribute(tensor, *rest) * size
-    if state.is_sharded:
-        shards = [take_shard(tensor, state, rank, size) for rank in range(size)]
-    else:
-        shards = list(_terms(tensor, size, generator))
-    return [part for shard in shards for part in distribute(shard, *rest)]
-
-
-def _terms(tensor: Tensor, count: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Random tensors whose sum is ``tensor``."""
-    rest = tensor
-    for _ in range(count - 1):
-        if tensor.is_floating_point():
-            term = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
-        elif tensor.dtype == torch.bool:
-            term = torch.zeros_like(tensor)
-        else:
-            term = torch.randint(-3, 3, tensor.shape, generator=generator, dtype=tensor.dtype)
-        yield term
-        rest = rest if tensor.dtype == torch.bool else rest - term
-    yield rest
-
-
-def collect(parts: Sequence[Tensor], placement: Placement, sizes: Sequence[int]) -> Tensor:
-    """The whole tensor from what each rank holds; raises where replicas differ."""
-    if not placement:
-        (part,) = parts
-        return part
-    state, size = placement[0], sizes[0]
-    share = len(parts) // size
-    inner = [
-        collect(parts[start : start + share], placement[1:], sizes[1:])
-        for start in range(0, len(parts), share)
-    ]
-    if state.is_whole:
-        for other in inner[1:]:
-            _compare(other, inner[0], f"replicas in state {state}")
-        return inner[0]
-    if state.is_sharded:
-        return assemble(inner, state)
-    assert state.kind is StateKind.PARTIAL
-    return torch.stack(inner).sum(0).to(inner[0].dtype)
-
-
-def _compare(found: Tensor, expected: Tensor, what: str) -> None:
-    found, expected = found.detach(), expected.detach()
-    assert found.shape == expected.shape, f"{what}: {tuple(found.shape)} ≠ {tuple(expected.shape)}"
-    if expected.is_floating_point() or expected.is_complex():
-        right = torch.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
-    else:
-        right = torch.equal(found, expected)
-    assert right, f"{what} is wrong"
