@@ -50,7 +50,10 @@ class Divisible:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One choice of everything but layout and stage cuts."""
+    """One choice of everything but layout and stage cuts.
+
+    A last micro-batch that is shorter counts as a full one: that bounds its costs from above.
+    """
 
     pp: int
     dp_replicate: int
@@ -189,7 +192,7 @@ def _fixes_gpus(degrees: Mapping[str, int]) -> bool:
 
 def _check_batch(pin: Pins, global_batch_size: int) -> None:
     product, names = 1, []
-    for name in ("dp_replicate", "dp_shard", "ep", "micro_batch_size"):
+    for name in ("dp_replicate", "dp_shard", "ep"):
         if name in pin:
             product *= int(pin[name])
             names.append(f"{name}={pin[name]}")
@@ -197,6 +200,12 @@ def _check_batch(pin: Pins, global_batch_size: int) -> None:
         raise InputError(
             f"{' × '.join(names)} is pinned, but {product} does not divide the global batch of "
             f"{global_batch_size} sequences"
+        )
+    largest = global_batch_size // product
+    if int(pin.get("micro_batch_size", 1)) > largest:
+        raise InputError(
+            f"micro_batch_size={pin['micro_batch_size']} is pinned, but a data rank has at most "
+            f"{largest} of the {global_batch_size} sequences"
         )
 
 
@@ -303,7 +312,7 @@ def _of_mesh(mesh: Mesh, global_batch_size: int, pin: Pins) -> Iterator[Candidat
     share = global_batch_size // mesh.batch_ranks
     schedules: tuple[ScheduleName, ...] = ("1f1b", "layered")
     recomputes: tuple[RecomputeName, ...] = ("none", "full")
-    for micro_batch_size in divisors(share):
+    for micro_batch_size in _micro_batch_sizes(share, pin):
         for zero_stage in _zero_stages(mesh, pin):
             for recompute in recomputes:
                 for schedule in schedules:
@@ -315,13 +324,21 @@ def _of_mesh(mesh: Mesh, global_batch_size: int, pin: Pins) -> Iterator[Candidat
                         ep=mesh.ep,
                         tp=mesh.tp,
                         micro_batch_size=micro_batch_size,
-                        num_micro_batches=share // micro_batch_size,
+                        num_micro_batches=-(-share // micro_batch_size),
                         zero_stage=zero_stage,
                         recompute=recompute,
                         schedule=schedule,
                     )
                     if _holds(candidate, pin):
                         yield candidate
+
+
+def _micro_batch_sizes(share: int, pin: Pins) -> tuple[int, ...]:
+    """Sizes that divide a data rank's share; a pinned one may leave a shorter last micro-batch."""
+    if "micro_batch_size" not in pin:
+        return divisors(share)
+    size = int(pin["micro_batch_size"])
+    return (size,) if size <= share else ()
 
 
 def _zero_stages(mesh: Mesh, pin: Pins) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Literal, Protocol
 
-from autopar.ir.errors import InputError
+from autopar.ir.errors import InputError, PlacementError
 from autopar.ir.graph import ModelGraph, Role
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import DATA_AXIS, TENSOR_AXIS, Mesh
@@ -99,6 +99,12 @@ def solve(
     best, candidate = result.best, result.best.candidate
     layout = best_layout(facts, search.data_axis, best)
     mesh = candidate.mesh()
+    batch = BatchPlan(
+        global_batch_size=global_batch_size,
+        micro_batch_size=candidate.micro_batch_size,
+        num_micro_batches=candidate.num_micro_batches,
+    )
+    check_last(model, layout, batch, mesh)
     axes = plan_axes(mesh)
     moves: tuple[MovePlan, ...] = ()
     if describe_moves is not None:
@@ -122,11 +128,7 @@ def solve(
             ep=mesh.ep,
             tp=mesh.tp,
         ),
-        batch=BatchPlan(
-            global_batch_size=global_batch_size,
-            micro_batch_size=candidate.micro_batch_size,
-            num_micro_batches=candidate.num_micro_batches,
-        ),
+        batch=batch,
         schedule=SchedulePlan(
             name=candidate.schedule,
             recompute=candidate.recompute,
@@ -173,6 +175,22 @@ def best_layout(facts: ModelFacts, data_axis: DataAxis, best: Solved) -> Layout:
     batch = candidate.micro_batch_size * mesh.batch_ranks
     check_model(facts.model, layout, degrees=mesh.degrees(), batch=batch)
     return layout
+
+
+def check_last(model: ModelGraph, layout: Layout, batch: BatchPlan, mesh: Mesh) -> None:
+    """Raise ``InputError`` if the layout does not fit a last micro-batch that is shorter."""
+    last = batch.last_size(mesh.batch_ranks)
+    if last == batch.micro_batch_size:
+        return
+    try:
+        check_model(model, layout, degrees=mesh.degrees(), batch=last * mesh.batch_ranks)
+    except PlacementError as error:
+        raise InputError(
+            f"micro_batch_size={batch.micro_batch_size} is pinned and leaves {last} sequences for "
+            f"the last micro-batch, which the best layout does not divide: {error.what}",
+            where=error.where,
+            hint="pin a size that divides a data rank's sequences, or leave it open",
+        ) from None
 
 
 def _parameters(

@@ -64,7 +64,7 @@ def test_a_model_that_is_not_there_is_refused(capfd, tmp_path, monkeypatch, mode
         ("--seed -1", "seed is -1"),
         ("--dp-shard 4 --global-batch-size 2", "4 does not divide the global batch of 2"),
         ("--dp-replicate 4 --global-batch-size 6", "4 does not divide the global batch of 6"),
-        ("--micro-batch-size 3", "micro_batch_size=3"),
+        ("--micro-batch-size 99", "micro_batch_size=99"),
         ("--tp 3", "tp=3"),
         ("--tp 8", "tp=8"),
         ("--tp 0", "tp=0"),

@@ -146,7 +146,8 @@ def test_same_input_gives_the_same_plan():
         ({"tp": 3}, "tp=3"),
         ({"tp": 8}, "tp=8"),
         ({"pp": 2, "tp": 4}, "needs 8 GPUs"),
-        ({"micro_batch_size": 3}, "micro_batch_size=3"),
+        ({"micro_batch_size": 9}, "micro_batch_size=9"),
+        ({"micro_batch_size": 3, "dp_replicate": 4}, "at most 2 of the 8 sequences"),
         ({"dp_shard": 2, "zero_stage": 0}, "zero_stage=0"),
         ({"dp_shard": 1, "zero_stage": 2}, "zero_stage=2"),
         ({"zero_stage": 4}, "zero_stage=4"),
@@ -162,6 +163,23 @@ def test_same_input_gives_the_same_plan():
 def test_a_pin_that_cannot_hold_is_named(pin, said):
     with pytest.raises(InputError, match=said):
         plan(Cluster("cpu-local"), pin)
+
+
+def test_a_pinned_micro_batch_may_leave_a_shorter_last_one():
+    found = plan(Cluster("cpu-local"), {"micro_batch_size": 3, "pp": 2, "tp": 2})
+    assert (found.batch.micro_batch_size, found.batch.num_micro_batches) == (3, 3)
+    assert found.batch.last_size(batch_ranks=1) == 2
+    assert "the last micro-batch of 2" in found.explain()
+    assert from_json(to_json(found)) == found
+    full = plan(Cluster("cpu-local"), {"micro_batch_size": 3, "pp": 2, "tp": 2}, batch=9)
+    assert found.prediction.step_s == pytest.approx(full.prediction.step_s)  # counted as full
+
+
+def test_data_ranks_divide_the_batch():
+    found = plan(Cluster("cpu-local"), {"micro_batch_size": 2}, batch=6)
+    assert 6 % found.device_mesh().batch_ranks == 0
+    with pytest.raises(InputError, match="4 does not divide the global batch of 6"):
+        plan(Cluster("cpu-local"), {"dp_replicate": 4}, batch=6)
 
 
 def test_more_stages_than_blocks_are_refused():
