@@ -12,7 +12,19 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from autopar.api import Cluster, CompiledModel, Coverage, Plan, compile, ops, plan, read_plan
+    from autopar import functional
+    from autopar.api import (
+        Cluster,
+        CompiledModel,
+        Coverage,
+        Plan,
+        compile,
+        ops,
+        plan,
+        prove_rule,
+        read_plan,
+        register_rule,
+    )
     from autopar.ir.errors import AutoparError
 
 __all__ = [
@@ -23,15 +35,20 @@ __all__ = [
     "Plan",
     "__version__",
     "compile",
+    "functional",
     "ops",
     "plan",
+    "prove_rule",
     "read_plan",
+    "register_rule",
 ]
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "functional":
+        return importlib.import_module("autopar.functional")
     module = "autopar.ir.errors" if name == "AutoparError" else "autopar.api"
     return getattr(importlib.import_module(module), name)
 

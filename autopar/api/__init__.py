@@ -5,8 +5,10 @@ from autopar.api.data import synthetic_batches, vocabulary_size
 from autopar.api.ops import ops
 from autopar.api.planning import cannot_write, check_writable, plan, plan_source
 from autopar.ir.plan import Plan, read_plan
+from autopar.ir.rules.custom import register_rule
 from autopar.solver.coverage import Coverage, OpUse
 from autopar.solver.hardware import Cluster
+from autopar.testing import prove_rule
 
 __all__ = [
     "Cluster",
@@ -21,7 +23,9 @@ __all__ = [
     "ops",
     "plan",
     "plan_source",
+    "prove_rule",
     "read_plan",
+    "register_rule",
     "synthetic_batches",
     "vocabulary_size",
 ]

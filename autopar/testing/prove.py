@@ -201,6 +201,11 @@ def prove_options(
             results = _run(graph, node, local, groups[rank])
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise AssertionError(f"{text}: the op refuses its shards: {error}") from error
+        for index, result in enumerate(results):
+            assert result.shape == torch.Size(shapes[index]), (
+                f"{text}: result {index} has the shape {tuple(result.shape)} on a rank, "
+                f"not {shapes[index]}"
+            )
         cotangents = [shard[rank] for shard in seed_shards]
         grads = _gradients([results[index] for index in graded], local, cotangents)
         return [result.detach() for result in results], grads
@@ -211,10 +216,6 @@ def prove_options(
     )
     for index, result in enumerate(whole.results):
         parts = [outcome[0][index] for outcome in outcomes]
-        assert all(part.shape == torch.Size(shapes[index]) for part in parts), (
-            f"{text}: result {index} has the shape {tuple(parts[0].shape)} on a rank, "
-            f"not {shapes[index]}"
-        )
         what = f"{text}: result {index}"
         compare(
             _collected(parts, result_placements[index], sizes, what, tolerance),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 
 from autopar.ir.errors import InputError
@@ -35,7 +36,8 @@ def register_rule(
     ``prove_rule`` tells whether it is right.
 
     Args:
-        op: An op, by name (it may be defined later) or itself.
+        op: An op, by name (it may be defined later) or itself: what ``torch.library.custom_op``
+            makes, or one of ``torch.ops``.
         rule: Its rule.
         linear: Arguments in which the op is linear while all others are constant, each a name or
             several in which it is jointly linear: sums over ranks may pass through them.
@@ -47,7 +49,7 @@ def register_rule(
     sets = tuple((names,) if isinstance(names, str) else tuple(names) for names in linear)
     written = _Written.of(op, rule, sets, tuple(additive))
     _check_schema(op, written)
-    register(op)(written.rule_of)
+    register(_target(op))(written.rule_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +106,11 @@ class _Written:
 
 def _check_schema(op: OpLike, written: _Written) -> None:
     target = find_op(op)
-    names = _tensor_names(target) if target is not None else ()
-    unknown = [name for names_ in (*written.linear, written.additive) for name in names_]
-    if target is None or not names:
+    names = _tensor_names(target)
+    if not names:
         return
-    unknown = [name for name in unknown if name not in names]
+    said = (name for group in (*written.linear, written.additive) for name in group)
+    unknown = [name for name in said if name not in names]
     if unknown:
         raise InputError(
             f"the op has no tensor argument {unknown[0]!r}",
@@ -125,22 +127,31 @@ def _check_schema(op: OpLike, written: _Written) -> None:
 
 
 def find_op(op: OpLike) -> Callable[..., Any] | None:
-    """The overload that ``op`` means; None for a name that is not defined yet.
+    """The overload that ``op`` means, the default one of several; None for a name that is not
+    defined yet.
 
     Raises:
-        InputError: It is no name of an op, or has several overloads of which none is the default.
+        InputError: It is no name of an op.
     """
+    found: Any = _target(op)
+    if isinstance(found, str):
+        namespace, _, name = found.partition("::")
+        found = getattr(getattr(torch.ops, namespace), name, None)
+    if isinstance(found, OpOverloadPacket):
+        overloads = found.overloads()
+        found = getattr(found, "default" if "default" in overloads else overloads[0])
+    return found if callable(found) else None
+
+
+def _target(op: OpLike) -> object:
+    """What rules are registered for: a name, an overload, a packet or a function."""
+    if isinstance(op, CustomOpDef):
+        return op._qualname  # pyright: ignore[reportPrivateUsage]
     if isinstance(op, str):
         namespace, _, name = op.partition("::")
         if not (namespace.isidentifier() and name.isidentifier()):
             raise InputError(f"{op!r} is no name of an op", hint='write "namespace::name"')
-        op = getattr(getattr(torch.ops, namespace), name, None)  # type: ignore[assignment]
-    if isinstance(op, OpOverloadPacket):
-        overloads = op.overloads()
-        chosen = "default" if "default" in overloads else overloads[0]
-        found: OpOverload = getattr(op, chosen)
-        return found
-    return op if callable(op) else None
+    return op
 
 
 def _tensor_names(target: object) -> tuple[str, ...]:
