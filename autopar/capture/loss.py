@@ -25,8 +25,8 @@ _MEAN = 1
 def normalize_loss(flat: FlatGraph) -> LossKind:
     """Let the graph return (Σ loss, number of valid tokens) if its loss is a mean cross-entropy.
 
-    Any other scalar, cross-entropy with ``reduction="sum"``, class weights or label smoothing
-    included, is left as it is: the loss of a micro-batch.
+    Class weights count as numbers of tokens. Any other scalar, cross-entropy with
+    ``reduction="sum"`` included, is left as it is: the loss of a micro-batch.
     """
     (loss,) = flat.results
     factors, core = _linear_part(loss)
@@ -74,21 +74,28 @@ def _linear_part(loss: fx.Node) -> tuple[list[fx.Node], fx.Node]:
 
 def _token_loss(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Sum and count in place of a mean cross-entropy."""
-    if node.target is not _aten.cross_entropy_loss.default:
+    if node.target not in (_aten.cross_entropy_loss.default, _aten.nll_loss_nd.default):
         return None
-    if (
-        argument(node, 2, "weight", None) is not None
-        or argument(node, 3, "reduction", _MEAN) != _MEAN
-        or argument(node, 5, "label_smoothing", 0.0) != 0.0
-    ):
+    if argument(node, 3, "reduction", _MEAN) != _MEAN:
+        return None
+    weight = argument(node, 2, "weight", None)
+    if weight is not None and info(weight).tensor.requires_grad:
         return None
     logits, targets = node.args[:2]
     assert isinstance(logits, fx.Node)
     assert isinstance(targets, fx.Node)
     if info(targets).tensor.dtype.is_floating_point:
         return None
-    if len(info(logits).tensor.shape) != 2:
-        logits = _classes_last(node, logits)
+    smoothing = 0.0
+    if node.target is _aten.nll_loss_nd.default:
+        source = _before_log_softmax(logits)
+        if source is None:
+            return None
+        logits = source
+    else:
+        smoothing = argument(node, 5, "label_smoothing", 0.0)
+        if len(info(logits).tensor.shape) != 2:
+            logits = _classes_last(node, logits)
     logits, targets = _unflatten(logits), _unflatten(targets)
     lead = info(logits).tensor.shape[:-1]
     if info(targets).tensor.shape != lead:
@@ -103,16 +110,32 @@ def _token_loss(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
             dtype=like.dtype,
         )
     ignore_index = argument(node, 4, "ignore_index", -100)
-    return _emit_token_loss(node, logits, targets, ignore_index)
+    arguments: tuple[Any, ...] = (logits, targets, ignore_index)
+    if smoothing or weight is not None:
+        arguments = (*arguments, smoothing, weight)
+    return _emit_token_loss(node, logits, arguments)
+
+
+def _before_log_softmax(node: fx.Node) -> fx.Node | None:
+    """The logits, classes last, of which ``[tokens, classes]`` are the logarithms of a softmax."""
+    if len(info(node).tensor.shape) != 2:
+        return None
+    softmax = _unflatten(node)
+    if softmax.target is not _aten.log_softmax.int:
+        return None
+    source, dim = softmax.args[0], argument(softmax, 1, "dim", None)
+    assert isinstance(source, fx.Node)
+    is_last = dim in (-1, len(info(source).tensor.shape) - 1)
+    return source if is_last and argument(softmax, 2, "dtype", None) is None else None
 
 
 def _emit_token_loss(
-    node: fx.Node, logits: fx.Node, targets: fx.Node, ignore_index: Any
+    node: fx.Node, logits: fx.Node, arguments: tuple[Any, ...]
 ) -> tuple[fx.Node, fx.Node]:
     dtype = sum_dtype(info(logits).tensor.dtype)
     scalar = TensorInfo(shape=(), dtype=dtype, requires_grad=info(node).tensor.requires_grad)
     facts = (scalar, with_fields(scalar, requires_grad=False))
-    both = emit(node.graph, node, token_loss, (logits, targets, ignore_index))
+    both = emit(node.graph, node, token_loss, arguments)
     set_info(both, with_fields(info(node), tensors=facts, is_tuple=True))
     parts: list[fx.Node] = []
     for index, fact in enumerate(facts):
