@@ -26,8 +26,8 @@ from autopar.ir.mesh import (
     TENSOR_AXIS,
     combined_axis,
 )
-from autopar.ir.placement import Placement, State, StateKind, local_shape
-from autopar.ir.program import Program
+from autopar.ir.placement import INVARIANT, Placement, State, StateKind, local_shape
+from autopar.ir.program import LocalTensor, Program
 from autopar.runtime.communicator import Communicator, Work
 from autopar.runtime.parameter_layout import ParameterLayout, master_dtype
 from autopar.runtime.parameter_unit import ParameterUnit, UnitGroups
@@ -79,10 +79,12 @@ class ParameterStore:
         self._coordinates = communicator.mesh.coordinates(communicator.rank)
         self._stage = self._coordinates[PIPELINE_AXIS]
         self._sharded = zero_stage > 0
-        self.stages = parameter_stages(program)
+        self._locals = {**_unused(program, model), **program.parameters}
+        used_on = parameter_stages(program)
+        self.stages = {name: used_on.get(name, (0,)) for name in self._locals}
         self.dtypes: Mapping[str, torch.dtype] = {
             name: master_dtype(local.dtype) if local.requires_grad else local.dtype
-            for name, local in program.parameters.items()
+            for name, local in self._locals.items()
         }
         self.kept_gradients: dict[str, Tensor] = {}
         self.num_gathers: dict[int, int] = {}
@@ -93,17 +95,19 @@ class ParameterStore:
         self._held: set[int] = set()
         self._remaining_reductions: dict[int, int] = {}
         self._pending: list[tuple[Iterator[Work], Work]] = []
-        users: dict[str, list[int]] = {}
+        users: dict[str, list[int]] = {
+            name: [] for name, stages in self.stages.items() if self._stage in stages
+        }
         for segment in segments:
             for name in segment.parameters:
-                users.setdefault(name, []).append(segment.index)
+                users[name].append(segment.index)
         members: dict[_UnitKey, list[ParameterLayout]] = {}
         for name, used_by in users.items():
-            local = program.parameters[name]
+            local = self._locals[name]
             stages = self.stages[name]
             sums = self._sums(name, local.placement)
             key = (tuple(used_by), stages, local.requires_grad, local.dtype, sums)
-            members.setdefault(key, []).append(self._layout(name, program, model))
+            members.setdefault(key, []).append(self._layout(name, model))
         for key, layouts in members.items():
             self._units[key] = self._make_unit(key, layouts)
         for segment in segments:
@@ -118,6 +122,11 @@ class ParameterStore:
             for unit in self._units.values()
             for name, parameter in unit.parameters.items()
         }
+
+    @property
+    def trained(self) -> set[str]:
+        """Names of the parameters of all stages that take gradients."""
+        return {name for name, local in self._locals.items() if local.requires_grad}
 
     @property
     def ties(self) -> tuple[str, ...]:
@@ -242,10 +251,10 @@ class ParameterStore:
     def _unit_of(self, name: str) -> ParameterUnit:
         return next(unit for unit in self._units.values() if name in unit.tensors)
 
-    def _layout(self, name: str, program: Program, model: ModelGraph) -> ParameterLayout:
+    def _layout(self, name: str, model: ModelGraph) -> ParameterLayout:
         logical = model.parameters[name]
         mesh = self._communicator.mesh
-        placement = program.parameters[name].placement
+        placement = self._locals[name].placement
         shape = local_shape(logical.shape, placement, mesh.layout_sizes())
         shard_axis = self._sums(name, placement).shard_axis
         return ParameterLayout(
@@ -267,7 +276,7 @@ class ParameterStore:
             InputError: The data axis shards it.
         """
         mesh, at = self._communicator.mesh, self._coordinates
-        states = dict(zip(LAYOUT_AXES, placement, strict=True))
+        states: dict[str, State] = dict(zip(LAYOUT_AXES, placement, strict=True))
         if states[DATA_AXIS].is_sharded:
             raise InputError(
                 f"parameter {name} is used {states[DATA_AXIS]} on the data axis",
@@ -312,6 +321,22 @@ def parameter_stages(program: Program) -> Mapping[str, tuple[int, ...]]:
         for name in segment.parameters:
             stages.setdefault(name, set()).add(segment.stage)
     return {name: tuple(sorted(found)) for name, found in stages.items()}
+
+
+def _unused(program: Program, model: ModelGraph) -> dict[str, LocalTensor]:
+    """Parameters that no segment uses: the first stage keeps them as they are, for checkpoints."""
+    return {
+        name: LocalTensor(
+            shape=parameter.shape,
+            dtype=master_dtype(parameter.dtype)
+            if parameter.dtype.is_floating_point
+            else parameter.dtype,
+            requires_grad=False,
+            placement=(INVARIANT,) * len(LAYOUT_AXES),
+        )
+        for name, parameter in model.parameters.items()
+        if name not in program.parameters
+    }
 
 
 def _tensor_order(state: State) -> int:

@@ -51,7 +51,7 @@ def full_gradients(
     store: ParameterStore, communicator: Communicator, model: ModelGraph
 ) -> dict[str, Tensor]:
     """The kept gradients, global, on every rank."""
-    trained = {name for name in store.stages if model.parameters[name].requires_grad}
+    trained = store.trained
     return _all_whole(store, communicator, model, store.kept_gradients.get, only=trained)
 
 
@@ -66,7 +66,7 @@ def full_tensors(
         f"parameters/{name}": tensor.cpu()
         for name, tensor in full_parameters(store, communicator, model).items()
     }
-    trained = {name for name in store.stages if model.parameters[name].requires_grad}
+    trained = store.trained
     for key in _agreed_keys(store, communicator, optimizer):
         sharded = key.endswith("]")
         plain = key.removesuffix("[]")
