@@ -56,7 +56,11 @@ class Executor:
         self._learns = learns
         self._actions = schedule.actions[self.stage]
         self._num_reductions = num_reductions(schedule, self.stage)
-        bound = bind_axes(program, {axis: communicator.group(axis) for axis in LAYOUT_AXES})
+        bound = bind_axes(
+            program,
+            {axis: communicator.group(axis) for axis in LAYOUT_AXES},
+            communicator.device,
+        )
         recompute = learns and plan.schedule.recompute == "full"
         self.form = StageForm(bound, model, plan, communicator, recompute=recompute)
         self._last_form = self.form

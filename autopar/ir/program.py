@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from autopar.ir.axis_group import AxisGroup
 from autopar.ir.graph import ValueId
@@ -88,25 +89,51 @@ def axis_handle(graph: fx.Graph, axis: str) -> fx.Node:
 _binding = threading.Lock()  # fx renames the nodes of a graph while it generates code from it
 
 
-def bind_axes(program: Program, groups: Mapping[str, AxisGroup]) -> Program:
+def bind_axes(
+    program: Program, groups: Mapping[str, AxisGroup], device: torch.device | None = None
+) -> Program:
     """The program of one rank: the same graphs in modules of its own, which hold the rank's groups.
 
     Args:
         groups: The group of each layout axis; an axis of one rank may be left out.
+        device: Where ops make tensors that are made from no other; default: torch's.
     """
     with _binding:
-        kinds = {name: _bound(module, groups) for name, module in program.kinds.items()}
+        kinds = {name: _bound(module, groups, device) for name, module in program.kinds.items()}
         segments = tuple(
             dataclasses.replace(segment, module=_with_kinds(segment.module, kinds))
             for segment in program.segments
         )
-    rest = None if program.rest is None else bind_axes(program.rest, groups)
+    rest = None if program.rest is None else bind_axes(program.rest, groups, device)
     return dataclasses.replace(program, kinds=kinds, segments=segments, rest=rest)
 
 
-def _bound(module: fx.GraphModule, groups: Mapping[str, AxisGroup]) -> fx.GraphModule:
+def _bound(
+    module: fx.GraphModule, groups: Mapping[str, AxisGroup], device: torch.device | None
+) -> fx.GraphModule:
     attributes = {AXIS_HANDLE.format(axis): group for axis, group in groups.items()}
-    return fx.GraphModule(attributes, module.graph, class_name=type(module).__name__)
+    graph = module.graph if device is None else _on_device(module.graph, device)
+    return fx.GraphModule(attributes, graph, class_name=type(module).__name__)
+
+
+def _on_device(graph: fx.Graph, device: torch.device) -> fx.Graph:
+    """``graph``, or a copy in which ops that make tensors from nothing make them on ``device``."""
+    if not any(map(_creates, graph.nodes)):
+        return graph
+    placed = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        copies[node] = placed.node_copy(node, copies.__getitem__)
+        if _creates(node):
+            copies[node].update_kwarg("device", device)
+    return placed
+
+
+def _creates(node: fx.Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    arguments = node.target._schema.arguments  # pyright: ignore[reportPrivateUsage]
+    return not node.all_input_nodes and any(argument.name == "device" for argument in arguments)
 
 
 def _with_kinds(module: fx.GraphModule, kinds: Mapping[str, fx.GraphModule]) -> fx.GraphModule:
