@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.capture.flat import FlatGraph, emit, is_random, refuse, remove_dead_code
+from autopar.capture.flat import (
+    FlatGraph,
+    emit,
+    is_random,
+    refuse,
+    remove_dead_code,
+    replace,
+)
 from autopar.ir.graph import BATCH, NodeInfo, Role, TensorInfo, ValueId, info, set_info
 from autopar.ir.shapes import call_at
 
@@ -32,6 +39,7 @@ def fold_constants(flat: FlatGraph) -> None:
             or a position lies outside a table.
     """
     constant = constant_nodes(flat)
+    _merge_equal(flat, constant)
     frontier = [
         node
         for node in flat.calls()
@@ -70,6 +78,20 @@ def constant_nodes(flat: FlatGraph) -> set[fx.Node]:
         if known:
             found.add(node)
     return found
+
+
+def _merge_equal(flat: FlatGraph, constant: set[fx.Node]) -> None:
+    """Of calls that compute the same constant (each layer its own) the first is left."""
+    first: dict[object, fx.Node] = {}
+    for node in flat.calls():
+        if node not in constant:
+            continue
+        facts = tuple((tensor.shape, tensor.dtype) for tensor in info(node).tensors)
+        key = (node.target, repr(node.args), repr(node.kwargs), facts)
+        if key in first:
+            constant.discard(node)
+            replace(node, first[key])
+        first.setdefault(key, node)
 
 
 def evaluate(flat: FlatGraph, wanted: Iterable[fx.Node], batch: int) -> dict[fx.Node, Any]:

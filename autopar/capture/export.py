@@ -59,6 +59,8 @@ def export_graph(
     inputs: Mapping[str, Tensor],
     loss_fn: LossFn | None,
     compute_dtype: torch.dtype,
+    *,
+    training: bool = True,
 ) -> FlatGraph:
     """Trace ``model`` with its loss for any batch size; ``inputs`` are meta tensors with a batch
     of 2.
@@ -69,16 +71,16 @@ def export_graph(
     """
     refuse_gradient_hooks(model)
     for trace_once in (True, False):
-        clone = clone_to_meta(model, compute_dtype)
-        wrapped = _WithLoss(clone.module, loss_fn, tuple(inputs))
+        clone = clone_to_meta(model, compute_dtype, training=training)
+        wrapped = _WithLoss(clone.module, loss_fn, tuple(inputs), compute_dtype)
         once = Once(wrapped) if trace_once else None
         with experts_as_ops(clone.module):
-            program = _export(wrapped, once, inputs, compute_dtype)
+            program = _export(wrapped, once, inputs)
         inexact = wrapped.changes.functions.first_inexact()
         if inexact is not None:
             raise own_backward(*inexact)
         if wrapped.changes.found:
-            _refuse_changing(model, inputs, loss_fn, compute_dtype)
+            _refuse_changing(model, inputs, loss_fn, compute_dtype, training=training)
         try:
             return _flatten(program, clone, once, tuple(inputs))
         except NotClosedError:
@@ -91,17 +93,16 @@ def _refuse_changing(
     inputs: Mapping[str, Tensor],
     loss_fn: LossFn | None,
     compute_dtype: torch.dtype,
+    *,
+    training: bool,
 ) -> None:
     """Raise if forward changes its attributes at its second call too: what is kept is harmless,
     what is counted is not.
     """
-    wrapped = _WithLoss(clone_to_meta(model, compute_dtype).module, loss_fn, tuple(inputs))
+    clone = clone_to_meta(model, compute_dtype, training=training)
+    wrapped = _WithLoss(clone.module, loss_fn, tuple(inputs), compute_dtype)
     try:
-        with (
-            experts_as_ops(wrapped.model),
-            _computing_in(compute_dtype),
-            torch.no_grad(),
-        ):
+        with experts_as_ops(wrapped.model), torch.no_grad():
             wrapped(dict(inputs))
             wrapped.changes.found.clear()
             wrapped(dict(inputs))
@@ -135,8 +136,15 @@ def _flatten(
 class _WithLoss(nn.Module):
     """The model followed by its loss, with all inputs in one dict."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn | None, names: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn | None,
+        names: tuple[str, ...],
+        compute_dtype: torch.dtype,
+    ) -> None:
         super().__init__()
+        self.compute_dtype = compute_dtype
         self.model = model
         self.loss_fn = loss_fn
         self.changes = Changes()
@@ -153,7 +161,7 @@ class _WithLoss(nn.Module):
             )
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        with watched(self.model, self.changes):
+        with watched(self.model, self.changes), _computing_in(self.compute_dtype):
             output = self.model(**{name: batch[name] for name in self.passed})
             loss = _find_loss(output) if self.loss_fn is None else self.loss_fn(output, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
@@ -255,13 +263,12 @@ def _export(
     module: _WithLoss,
     once: Once | None,
     inputs: Mapping[str, Tensor],
-    compute_dtype: torch.dtype,
 ) -> ExportedProgram:
     batch = Dim("b", min=1, max=_MAX_BATCH)
     # One tensor each: torch.export merges inputs that are the same object.
     example = {name: torch.empty_like(value) for name, value in inputs.items()}
     try:
-        with _computing_in(compute_dtype), once.tracing() if once else contextlib.nullcontext():
+        with once.tracing() if once else contextlib.nullcontext():
             return torch.export.export(
                 module,
                 (example,),

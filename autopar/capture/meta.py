@@ -62,9 +62,9 @@ class MetaClone:
         return None if found is None else found[1]
 
 
-def clone_to_meta(module: nn.Module, dtype: torch.dtype) -> MetaClone:
-    """Copy ``module`` to the meta device in train mode, floats in ``dtype``, without reading its
-    weights.
+def clone_to_meta(module: nn.Module, dtype: torch.dtype, *, training: bool = True) -> MetaClone:
+    """Copy ``module`` to the meta device in train or eval mode, floats in ``dtype``, without reading
+    its weights.
 
     Buffers are cast as ``module.to(dtype)`` would, but the non-persistent float32 buffers of a
     Hugging Face model keep their type unless ``dtype`` is wider: that is how
@@ -99,10 +99,11 @@ def clone_to_meta(module: nn.Module, dtype: torch.dtype) -> MetaClone:
             where=type(module).__qualname__,
             hint="keep locks, files and process groups out of it, or give it a __deepcopy__",
         ) from error
-    clone.train()
-    config = getattr(clone, "config", None)
-    if getattr(config, "use_cache", False):
-        config.use_cache = False  # type: ignore[union-attr]
+    clone.train(training)
+    for inner in clone.modules():  # encoder and decoder have configs of their own
+        config = vars(inner).get("config")
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # type: ignore[union-attr]
     return MetaClone(clone, values)
 
 

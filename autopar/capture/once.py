@@ -13,9 +13,11 @@ the model is traced in full.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -68,7 +70,9 @@ class Once:
         self._calls: list[tuple[nn.Module, str]] = []
         self._active: _Template | None = None
         self._seen: dict[int, int] = {}
+        self._skeletons: dict[int, object] = {}
         for path, module in _candidates(root):
+            self._skeletons[id(module)] = _skeleton(module)
             for submodule in module.modules():
                 submodule.__class__ = _tracked(type(submodule))
             module.forward = self._wrap(module, path)
@@ -102,7 +106,8 @@ class Once:
             leaves, spec = pytree.tree_flatten((args, kwargs))
             if self._active is not None or not _is_plain(args, kwargs, leaves):
                 return original(*args, **kwargs)
-            signature = (_skeleton(module), spec, tuple(map(_leaf, leaves)), _sharing(leaves))
+            skeleton = self._skeletons[id(module)]
+            signature = (skeleton, spec, tuple(map(_leaf, leaves)), _sharing(leaves))
             arguments = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             for number, template in enumerate(self._templates):
                 if template.reusable and template.signature == signature and template.fits(module):
@@ -270,23 +275,31 @@ _INTERNAL = set(vars(nn.Module()))
 
 
 def _attributes(module: nn.Module) -> dict[tuple[str, str], object]:
-    """Own attributes of all submodules: plain values as they are, anything else by identity."""
+    """Own attributes of all submodules: plain values as they are, submodules by their place,
+    anything else by identity.
+    """
+    places = {id(inner): place for place, inner in module.named_modules()}
     return {
-        (place, name): _token(value)
+        (place, name): _token(value, places)
         for place, inner in module.named_modules()
         for name, value in vars(inner).items()
         if name not in _INTERNAL and name != "forward"
     }
 
 
-def _token(value: object) -> object:
+def _token(value: object, places: Mapping[int, str]) -> object:
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return (type(value), value)
     if isinstance(value, tuple | list):
-        return (type(value), tuple(_token(item) for item in value))
+        return (type(value), tuple(_token(item, places) for item in value))
     if isinstance(value, dict):
-        return (dict, tuple((key, _token(item)) for key, item in value.items()))
-    return id(value)
+        return (dict, tuple((key, _token(item, places)) for key, item in value.items()))
+    if isinstance(value, functools.partial):
+        parts = (value.func, value.args, value.keywords)
+        return (functools.partial, tuple(_token(part, places) for part in parts))
+    if isinstance(value, MethodType):
+        return (MethodType, id(value.__func__), _token(value.__self__, places))
+    return (nn.Module, places[id(value)]) if id(value) in places else id(value)
 
 
 _tracked_classes: dict[type[nn.Module], type[nn.Module]] = {}
