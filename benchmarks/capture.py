@@ -10,6 +10,7 @@ be named. CPU seconds are printed beside those on the clock: other work on the m
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -52,8 +53,8 @@ def main() -> None:
         capture_config(configs[DEPTHS[0]])  # imports, caches
         first: list[float] = []
         for layers, config in configs.items():
-            graph, captured_s, captured_cpu_s = timed(lambda: capture_config(config))
-            _, rewritten_s, rewritten_cpu_s = timed(lambda: rewrite(graph, chosen))
+            graph, captured_s, captured_cpu_s = timed(functools.partial(capture_config, config))
+            _, rewritten_s, rewritten_cpu_s = timed(functools.partial(rewrite, graph, chosen))
             first = first or [captured_cpu_s, rewritten_cpu_s]
             print(
                 f"{layers:4} layers, {len(graph.kinds)} kinds: build and capture "
