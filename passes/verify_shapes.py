@@ -14,6 +14,7 @@ from autopar.ir.errors import PlacementError
 from autopar.ir.graph import BlockKind, info
 from autopar.ir.mesh import LAYOUT_AXES, Mesh
 from autopar.ir.program import AXIS_HANDLE
+from autopar.ir.shapes import makes_from_nothing
 
 
 def verify_shapes(kind: BlockKind, mesh: Mesh) -> None:
@@ -40,7 +41,9 @@ def verify_shapes(kind: BlockKind, mesh: Mesh) -> None:
 
 def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     args = fx.map_arg(node.args, values.__getitem__)
-    kwargs = fx.map_arg(node.kwargs, values.__getitem__)
+    kwargs = dict(fx.map_arg(node.kwargs, values.__getitem__))
+    if makes_from_nothing(node):
+        kwargs["device"] = "meta"
     assert callable(node.target)
     try:
         return node.target(*args, **kwargs)

@@ -25,6 +25,7 @@ from autopar.capture.flat import (
     remove_dead_code,
     replace,
 )
+from autopar.capture.promote import cast_integers
 from autopar.ir.graph import NodeInfo, Role, Size, TensorInfo, info, set_info
 from autopar.ir.rules.registry import has_rule
 from autopar.ir.shapes import with_shape, writes_shape
@@ -47,6 +48,7 @@ def clean(flat: FlatGraph) -> None:
             continue
         _mark_gradient(node)
         _drop_device(node)
+        cast_integers(node)
         if is_random(node) and not (node.all_input_nodes and has_rule(node)):
             raise refuse(
                 node,

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from autopar.ir.axis_group import AxisGroup
 from autopar.ir.graph import ValueId
 from autopar.ir.placement import Placement
+from autopar.ir.shapes import makes_from_nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,22 +118,15 @@ def _bound(
 
 def _on_device(graph: fx.Graph, device: torch.device) -> fx.Graph:
     """``graph``, or a copy in which ops that make tensors from nothing make them on ``device``."""
-    if not any(map(_creates, graph.nodes)):
+    if not any(map(makes_from_nothing, graph.nodes)):
         return graph
     placed = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         copies[node] = placed.node_copy(node, copies.__getitem__)
-        if _creates(node):
+        if makes_from_nothing(node):
             copies[node].update_kwarg("device", device)
     return placed
-
-
-def _creates(node: fx.Node) -> bool:
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return False
-    arguments = node.target._schema.arguments  # pyright: ignore[reportPrivateUsage]
-    return not node.all_input_nodes and any(argument.name == "device" for argument in arguments)
 
 
 def _with_kinds(module: fx.GraphModule, kinds: Mapping[str, fx.GraphModule]) -> fx.GraphModule:

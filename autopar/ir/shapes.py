@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from autopar.ir.graph import info
 
@@ -43,6 +44,14 @@ _ARANGE = (_aten.arange.default, _aten.arange.start, _aten.arange.start_step)
 def writes_shape(target: object) -> bool:
     """True if some argument of ``target`` spells out the shape of its only result."""
     return target in _SHAPE_POSITION or target in _ARANGE
+
+
+def makes_from_nothing(node: fx.Node) -> bool:
+    """True if ``node`` makes a tensor from no other: it has to be told on which device."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    arguments = node.target._schema.arguments  # pyright: ignore[reportPrivateUsage]
+    return not node.all_input_nodes and any(argument.name == "device" for argument in arguments)
 
 
 def with_shape(
