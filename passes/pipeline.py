@@ -38,7 +38,12 @@ def lower_plan(model: ModelGraph, plan: Plan) -> Program:
     Raises:
         PlacementError: A dim does not divide; also at the size of the last micro-batch.
     """
-    mesh, layout, batch = plan.device_mesh(), plan.typed_layout(), plan.batch
+    return lower_at(model, plan.typed_layout(), plan)
+
+
+def lower_at(model: ModelGraph, layout: Layout, plan: Plan) -> Program:
+    """``model`` under ``layout``, at the sizes and cuts of ``plan``; see ``lower_plan``."""
+    mesh, batch = plan.device_mesh(), plan.batch
 
     def at(micro_batch_size: int) -> Program:
         return lower(

@@ -1,7 +1,7 @@
 """Running a program on ranks: communication, parameter storage, the interpreter of schedules."""
 
 from autopar.runtime.communicator import Communicator
-from autopar.runtime.engine import Engine, StepResult, schedule_of
+from autopar.runtime.engine import Engine, EvalResult, StepResult, schedule_of
 from autopar.runtime.launch import connect, is_launched, rehearse
 from autopar.runtime.optimizers import OptimizerFactory
 from autopar.runtime.share import num_launched, share_text
@@ -9,6 +9,7 @@ from autopar.runtime.share import num_launched, share_text
 __all__ = [
     "Communicator",
     "Engine",
+    "EvalResult",
     "OptimizerFactory",
     "StepResult",
     "connect",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,9 +21,21 @@ from autopar.capture import Inputs, LossFn, ModelSource, open_model
 from autopar.ir.errors import ClusterError, PlanFormatError
 from autopar.ir.graph import ModelGraph
 from autopar.ir.plan import ClusterRef, Plan, PrecisionName, from_json, to_json
-from autopar.passes import lower_plan
-from autopar.runtime import Engine, OptimizerFactory, StepResult, connect, num_launched, share_text
+from autopar.ir.program import Program
+from autopar.passes import lower_evaluation, lower_plan
+from autopar.runtime import (
+    Engine,
+    EvalResult,
+    OptimizerFactory,
+    StepResult,
+    connect,
+    num_launched,
+    share_text,
+)
 from autopar.solver import Cluster
+
+Evaluation = Callable[[], tuple[Program, ModelGraph]]
+"""Makes the program that evaluates a model, and the graph that it is of."""
 
 
 class CompiledModel:
@@ -32,9 +44,10 @@ class CompiledModel:
     It is a context manager: leaving it ends the communication.
     """
 
-    def __init__(self, plan: Plan, engine: Engine) -> None:
+    def __init__(self, plan: Plan, engine: Engine, evaluation: Evaluation) -> None:
         self.plan = plan
         self._engine = engine
+        self._evaluation = evaluation
 
     @property
     def rank(self) -> int:
@@ -59,6 +72,19 @@ class CompiledModel:
             RankFailedError: This or another rank failed; no further step is possible.
         """
         return self._engine.train_step(batch, local=local)
+
+    def eval_step(self, batch: Mapping[str, Tensor], *, local: bool = False) -> EvalResult:
+        """The loss of a global batch in eval mode, without gradients; every rank calls it.
+
+        The model's eval graph runs on the parameters as they are, under the plan's placements. It
+        is captured at the first call. Arguments and errors are those of ``train_step``.
+
+        Raises:
+            CaptureError: The model cannot be captured in eval mode.
+        """
+        if not self._engine.can_evaluate:
+            self._engine.set_evaluation(*self._evaluation())
+        return self._engine.eval_step(batch, local=local)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters, optimizer state and step, global, on the CPU; every rank calls it."""
@@ -215,4 +241,8 @@ def _run_plan(
         )
         communicator.close()
         raise
-    return CompiledModel(plan, engine)
+
+    def evaluation() -> tuple[Program, ModelGraph]:
+        return lower_evaluation(graph, plan, capture_source(source, plan, training=False))
+
+    return CompiledModel(plan, engine, evaluation)

@@ -201,18 +201,25 @@ def capture_request(request: Request, progress: Progress | None = None) -> Model
     return capture_model(request.source, request.seq_len, request.training.precision)
 
 
-def capture_source(source: ModelSource, plan: Plan) -> ModelGraph:
-    """The graph of a model as ``plan`` trains it."""
-    return capture_model(source, plan.model.seq_len, plan.training.precision)
+def capture_source(source: ModelSource, plan: Plan, *, training: bool = True) -> ModelGraph:
+    """The graph of a model as ``plan`` trains it, or evaluates it."""
+    return capture_model(source, plan.model.seq_len, plan.training.precision, training=training)
 
 
-def capture_model(source: ModelSource, seq_len: int | None, precision: PrecisionName) -> ModelGraph:
-    """The graph of a model, in this compute dtype."""
+def capture_model(
+    source: ModelSource,
+    seq_len: int | None,
+    precision: PrecisionName,
+    *,
+    training: bool = True,
+) -> ModelGraph:
+    """The graph of a model, in this compute dtype, in train or in eval mode."""
     return capture(
         source.build(device="meta"),
         source.example_inputs(seq_len),
         loss_fn=source.loss_fn,
         compute_dtype=DTYPES[precision],
+        training=training,
         name=source.name,
     )
 

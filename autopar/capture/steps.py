@@ -26,14 +26,15 @@ def capture(
     *,
     loss_fn: LossFn | None = None,
     compute_dtype: torch.dtype = torch.float32,
+    training: bool = True,
     name: str | None = None,
 ) -> ModelGraph:
     """The forward pass of ``model`` with its loss, for any batch size, cut into blocks with
     repeated ones folded.
 
-    The model is not changed and its weights are not read; it is captured in train mode. The loss
-    is what the model returns (a scalar, or an output with a ``loss``) or what ``loss_fn(output,
-    batch)`` makes of it, where ``batch`` has all inputs by name.
+    The model is not changed and its weights are not read. The loss is what the model returns (a
+    scalar, or an output with a ``loss``) or what ``loss_fn(output, batch)`` makes of it, where
+    ``batch`` has all inputs by name.
 
     Args:
         model: Any module, on any device.
@@ -42,6 +43,7 @@ def capture(
         loss_fn: Gives a scalar.
         compute_dtype: What floats are computed in, inputs included: float32, bfloat16, float16 or
             float64.
+        training: Whether in train mode or in eval mode, whatever mode the model is in.
         name: Of the model; the class by default.
 
     Raises:
@@ -54,7 +56,7 @@ def capture(
         name: value.to(compute_dtype) if value.is_floating_point() else value
         for name, value in meta_inputs(named_inputs(model, example_inputs)).items()
     }
-    flat = export_graph(model, inputs, loss_fn, compute_dtype)
+    flat = export_graph(model, inputs, loss_fn, compute_dtype, training=training)
     clean(flat)
     unmerge(flat)
     simplify_masks(flat)  # before folding: a mask is large, and most are never needed

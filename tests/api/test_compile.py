@@ -14,7 +14,7 @@ import autopar
 from autopar import Cluster
 from autopar.api import compile_plan
 from autopar.ir.errors import ClusterError, InputError, PlanFormatError
-from tests.models import tiny_llama, tiny_transformer, token_batch
+from tests.models import tiny_gpt2, tiny_llama, tiny_transformer, token_batch
 from tests.runtime.processes import run_processes
 from tests.runtime.test_processes import assert_all_succeed
 
@@ -59,6 +59,21 @@ def test_one_process_is_a_world_of_one():
         assert compiled.rank == 0
         losses = [compiled.train_step(token_batch(8)).loss for _ in range(2)]
     assert losses[1] < losses[0]
+
+
+def test_a_model_is_evaluated_without_dropout_and_without_learning():
+    module, _ = tiny_gpt2(1, dropout=0.5)
+    batch = token_batch(8)
+    module.eval()
+    with torch.no_grad():
+        expected = module(**batch).loss.item()
+    with autopar.compile(module, ONE) as compiled:
+        found = [compiled.eval_step(batch).loss for _ in range(2)]
+        assert compiled.num_steps == 0
+        trained = compiled.train_step(batch).loss
+        assert compiled.eval_step(batch).loss < expected
+    assert found == pytest.approx([expected] * 2, abs=1e-5)
+    assert trained != pytest.approx(expected, abs=1e-3)  # half of everything was dropped
 
 
 def test_weights_that_nothing_initializes_are_an_error():
