@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from autopar.cli import STARTED_BY_US
 from autopar.cli.start_ranks import start_ranks
 from autopar.ir.errors import InputError
 from autopar.ir.plan import Plan, read_plan
+from autopar.runtime import StepResult
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,17 +45,24 @@ def run(arguments: argparse.Namespace) -> int:
         for _ in range(arguments.steps):
             result = compiled.train_step(next(batches))
             if compiled.rank == 0:
-                line = {
-                    "step": compiled.num_steps,
-                    "loss": result.loss,
-                    "grad_norm": result.grad_norm,
-                    "seconds": round(result.seconds, 6),
-                    "tokens_per_s": round(result.num_tokens / result.seconds, 1),
-                }
-                print(json.dumps(line), flush=True)
+                print(json.dumps(step_line(compiled.num_steps, result, plan)), flush=True)
         if arguments.save is not None:
             compiled.save(arguments.save)
     return 0
+
+
+def step_line(step: int, result: StepResult, plan: Plan) -> dict[str, object]:
+    """What is printed of a step."""
+    line: dict[str, object] = {
+        "step": step,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
+        "seconds": round(result.seconds, 6),
+        "tokens_per_s": round(result.num_tokens / result.seconds, 1),
+    }
+    if plan.training.precision == "fp16":
+        line |= {"loss_scale": result.loss_scale, "skipped": result.skipped}
+    return line
 
 
 def _start_ranks(plan: Plan, arguments: argparse.Namespace) -> None:

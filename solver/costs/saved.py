@@ -11,9 +11,11 @@ from torch import fx
 from autopar.ir.graph import Size, info
 from autopar.ir.layout import operands_of
 from autopar.ir.rules.call import Call
+from autopar.ir.rules.random import is_random
 from autopar.solver.costs.experts import ExpertSizes, Shape
 from autopar.solver.costs.families import LINEAR, Family, family_of, op_name
 from autopar.solver.costs.products import BIASED
+from autopar.solver.costs.work import num_scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +121,13 @@ def own_bytes(node: fx.Node, operands: Sequence[Shape], *, dispatch: int = 1) ->
         operands: Shapes on the rank.
         dispatch: See ``forward_work``.
     """
+    if not any(info(operand).tensor.requires_grad for operand in operands_of(node)):
+        return 0
     if family_of(node) is Family.EXPERTS:
-        if not any(info(operand).tensor.requires_grad for operand in operands_of(node)):
-            return 0
         return ExpertSizes.of(node, operands, dispatch).kept_bytes
+    if family_of(node) is Family.ATTENTION and is_random(node):
+        # not fused: weights before and after dropout, and the mask
+        itemsize = info(operands_of(node)[0]).tensor.dtype.itemsize
+        return (2 * itemsize + 1) * num_scores(operands)
     per_element = saved_for_backward(node).own_bytes_per_element
     return per_element * math.prod(operands[0]) if per_element else 0

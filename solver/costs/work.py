@@ -15,6 +15,7 @@ from torch import fx
 from autopar.ir.graph import BlockKind, Size, info
 from autopar.ir.layout import operands_of
 from autopar.ir.rules.call import Call
+from autopar.ir.rules.random import is_random
 from autopar.solver.costs.experts import ExpertSizes
 from autopar.solver.costs.families import LINEAR, Family, family_of, op_name
 from autopar.solver.costs.products import BIASED, Product, Shape, numel, product_of
@@ -61,6 +62,10 @@ def forward_work(
         return Work(products=(product_of(node, operands, results),), num_kernels=1)
     if family is Family.ATTENTION:
         flops = 4 * numel(operands[0]) * operands[1][-2]
+        if is_random(node):  # not fused: scores go through memory
+            moved = _PASSES_FORWARD * _itemsize(node) * num_scores(operands)
+            attention = Attention(flops=flops, itemsize=_itemsize(node))
+            return Work(attention=attention, bytes=moved, num_kernels=_PASSES_FORWARD // 2)
         scores = flops // 2 if _is_causal(node) else flops
         return Work(attention=Attention(flops=scores, itemsize=_itemsize(node)), num_kernels=1)
     if family is Family.EXPERTS:
@@ -91,6 +96,10 @@ def backward_work(
         return Work(products=chosen, num_kernels=num)
     if family is Family.ATTENTION:  # scores again, and four products for three gradients
         forward = forward_work(node, operands, results).flops
+        if is_random(node):  # scores are kept
+            moved = _PASSES_BACKWARD * _itemsize(node) * num_scores(operands)
+            attention = Attention(flops=2 * forward, itemsize=_itemsize(node))
+            return Work(attention=attention, bytes=moved, num_kernels=_PASSES_BACKWARD // 2)
         return Work(
             attention=Attention(flops=5 * forward // 2, itemsize=_itemsize(node)), num_kernels=2
         )
@@ -116,6 +125,16 @@ def backward_work(
     given = _bytes(node, operands, [index for index, need in enumerate(needs) if need])
     again = read if op_name(node) not in _READS_NO_OPERAND else 0
     return Work(bytes=written + given + again, num_kernels=sum(needs))
+
+
+_PASSES_FORWARD, _PASSES_BACKWARD = 16, 14
+"""How often attention that is not fused reads or writes a score: ``attention_with_dropout``."""
+
+
+def num_scores(operands: Sequence[Shape]) -> Size:
+    """Scores of attention whose first operands, query and key, have these shapes."""
+    query, key = operands[:2]
+    return numel(query[:-1]) * key[-2]
 
 
 _READS_NO_OPERAND = LINEAR | {"expand"}

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ import torch
 
 from autopar import read_plan
 from autopar.api import plan_source
+from autopar.cli.run import step_line
+from autopar.runtime import StepResult
 from tests.cli.helpers import BATCH, SEQ, VOCAB, assert_refused, run
 
 STEPS = 3
@@ -133,3 +136,23 @@ def test_a_checkpoint_of_a_run_goes_on_where_its_data_ended(
     losses = [json.loads(line)["loss"] for line in whole]
     assert [json.loads(line)["loss"] for line in (*first, *rest.out.splitlines())] == losses
     assert_refused(run(capfd, "run", path, "--load", tmp_path), "checkpoint")
+
+
+def test_a_line_of_a_skipped_step_is_json(plan_file: Path) -> None:
+    """An overflow has no norm; the scale of the loss is told under fp16."""
+    plan = read_plan(plan_file)
+    fp16 = replace(plan, training=replace(plan.training, precision="fp16"))
+    result = StepResult(
+        loss=2.0, grad_norm=float("inf"), num_tokens=8, seconds=0.5, skipped=True, loss_scale=4.0
+    )
+    line = step_line(3, result, fp16)
+    assert json.loads(json.dumps(line, allow_nan=False)) == {
+        "step": 3,
+        "loss": 2.0,
+        "grad_norm": None,
+        "seconds": 0.5,
+        "tokens_per_s": 16.0,
+        "loss_scale": 4.0,
+        "skipped": True,
+    }
+    assert "loss_scale" not in step_line(3, result, plan)

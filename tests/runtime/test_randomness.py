@@ -32,6 +32,7 @@ LAYOUTS = [
     Setup(mesh=Mesh(pp=2), schedule="layered", recompute="full"),
     Setup(mesh=Mesh(pp=4), num_micro_batches=4),
     Setup(mesh=Mesh(pp=2, dp_shard=2, tp=2), zero_stage=2, sequence=True),
+    Setup(mesh=Mesh(cp=2, tp=2), recompute="full"),
 ]
 
 

@@ -77,6 +77,9 @@ FLOAT64 = [
 OTHERS = [
     Setup(layers=4, mesh=PP2_DP2, schedule="layered", zero_stage=3, modular=True),
     Setup(mesh=PP2_TP2, precision="bf16", zero_stage=0, sequence=True),
+    Setup(name="dropout", mesh=TP2_DP2, zero_stage=3, recompute="full"),
+    Setup(mesh=PP2_DP2, precision="fp16", zero_stage=2),
+    Setup(mesh=DP4, precision="bf16", zero_stage=1, gradient_dtype="bf16", reduce_dtype="bf16"),
     # stages that make different numbers of groups, and a parameter of the first and the last
     Setup(name="gpt2", layers=4, mesh=Mesh(pp=4)),
 ]

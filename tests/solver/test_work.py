@@ -10,9 +10,11 @@ from torch import fx
 from autopar.capture import capture
 from autopar.ir.graph import BlockKind, evaluate, info
 from autopar.ir.layout import operands_of
+from autopar.ir.randomness import Drawing, drawing
+from autopar.ir.rules.random import random_call
 from autopar.ir.shapes import call_at
 from autopar.solver.costs.families import Family, family_of
-from autopar.solver.costs.saved import saved_for_backward
+from autopar.solver.costs.saved import own_bytes, saved_for_backward
 from autopar.solver.costs.work import (
     backward_work,
     computing_nodes,
@@ -20,6 +22,7 @@ from autopar.solver.costs.work import (
     op_bytes,
     op_flops,
 )
+from autopar.testing.prove import Sample, sample_node
 from tests.models import tiny_gpt2, tiny_llama, tiny_transformer
 
 
@@ -166,3 +169,24 @@ def _bytes(node: fx.Node, batch: int) -> int:
         torch.Size(tensor.shape_at(batch)).numel() * tensor.dtype.itemsize
         for tensor in info(node).tensors
     )
+
+
+def test_attention_with_dropout_keeps_its_scores() -> None:
+    """What the unfused form keeps beside operands and result is what the cost model says."""
+    query, key, value = torch.randn(3, 2, 3, 16, 8).unbind()
+    tensors = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    sample = Sample(
+        target=torch.ops.aten.scaled_dot_product_attention.default,
+        args=(*tensors, None, 0.5, True),
+    )
+    node = sample_node(sample).node
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    target, args, kwargs = random_call(node, ())
+    values = dict(zip(operands_of(node), tensors, strict=True))
+    kept = Keeps(tensors)
+    with drawing(Drawing(seed=0, step=0, sequences=())), kept:
+        target(*fx.map_arg(args, values.__getitem__), **fx.map_arg(kwargs, values.__getitem__))
+    assert kept.num_bytes == pytest.approx(own_bytes(node, shapes), rel=0.15)
+    scores = 2 * 3 * 16 * 16
+    assert forward_work(node, shapes, shapes[:1]).flops == 2 * 2 * 8 * scores
+    assert forward_work(node, shapes, shapes[:1]).bytes > 4 * scores
