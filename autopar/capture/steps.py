@@ -12,6 +12,7 @@ from autopar.capture.fingerprint import fingerprint
 from autopar.capture.fold import fold
 from autopar.capture.loss import normalize_loss
 from autopar.capture.masks import simplify_masks
+from autopar.capture.slices import join_slices
 from autopar.capture.sources import Inputs, LossFn, meta_inputs, named_inputs
 from autopar.capture.unmerge import unmerge
 from autopar.ir.errors import InputError
@@ -61,6 +62,7 @@ def capture(
     unmerge(flat)
     simplify_masks(flat)  # before folding: a mask is large, and most are never needed
     fold_constants(flat)
+    join_slices(flat)
     freeze_unreached(flat)
     loss_kind = normalize_loss(flat)
     folded = fold(flat)
