@@ -49,10 +49,11 @@ class InitialWeights(Mapping[str, Tensor]):
         self._model, self._seed = model, seed
         self._groups = _groups(model)
         self._of = {name: group for group in self._groups for name in group.names}
-        self._wanted = [group for group in self._groups if group.parameter.is_meta]
-        if self._wanted:
+        wanted = [group for group in self._groups if group.parameter.is_meta]
+        self._hidden = [group for group in self._groups if not group.parameter.is_meta]
+        if wanted:
             _find_calls(model, self._groups)
-        for group in self._wanted:
+        for group in wanted:
             if not group.calls:
                 raise NotSeparableError(
                     f"parameter {group.names[0]} is on the meta device, and nothing says how it "
@@ -77,8 +78,9 @@ class InitialWeights(Mapping[str, Tensor]):
 
     def fill(self, device: str) -> nn.Module:
         """The model itself, now with its parameters on ``device``; ties stay."""
-        for group in self._groups:
-            group.parameter = _trainable(self[group.names[0]].to(device), group)
+        values = [self[group.names[0]].to(device) for group in self._groups]
+        for group, value in zip(self._groups, values, strict=True):
+            group.parameter = _trainable(value, group)
             _put(self._model, group, group.parameter)
         return self._model
 
@@ -88,7 +90,8 @@ class InitialWeights(Mapping[str, Tensor]):
             _generator,
             torch.random.fork_rng(devices=[]),
             torch.no_grad(),
-            _parameters(self._model, self._groups, lambda g: real if g is group else g.on_meta),
+            _parameters(self._model, self._hidden, lambda other: other.on_meta),
+            _parameters(self._model, [group], lambda _: real),
         ):
             try:
                 for position, call in enumerate(group.calls):

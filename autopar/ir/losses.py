@@ -104,17 +104,18 @@ class _VocabTokenLoss(torch.autograd.Function):
         local = local.masked_fill(~mine, 0)
         peak = axis.all_reduce(logits.amax(-1).contiguous(), "max")
         shifted = logits - peak.unsqueeze(-1)
-        exchanged = [shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0)]
+        found = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0)
+        exchanged = [found.to(dtype)]  # wide: fp16 has no sum of 65505 exponentials
         if weight is not None:
-            exchanged.append(weight[local].to(logits.dtype).masked_fill(~mine, 0))
+            exchanged.append(weight[local].to(dtype).masked_fill(~mine, 0))
         if smoothing:
             weighted = shifted if weight is None else shifted * weight
-            exchanged.append(weighted.sum(-1).to(logits.dtype))
+            exchanged.append(weighted.sum(-1, dtype=dtype))
         softmax = shifted.exp_()
-        exchanged.append(softmax.sum(-1))
+        exchanged.append(softmax.sum(-1, dtype=dtype))
         target_logit, *others, total = axis.all_reduce(torch.stack(exchanged)).unbind()
         softmax.div_(total.unsqueeze(-1))
-        target_weight = valid.to(logits.dtype) if weight is None else others.pop(0)
+        target_weight = valid.to(dtype) if weight is None else others.pop(0)
         log_total = total.log()
         losses = (1 - smoothing) * target_weight * (log_total - target_logit)
         ctx.weight_sum = None
@@ -136,7 +137,7 @@ class _VocabTokenLoss(torch.autograd.Function):
         hit = scale.masked_fill(~mine, 0).unsqueeze(-1).to(softmax.dtype)
         if ctx.smoothing:
             scale = scale + ctx.spread * ctx.weight_sum
-        logits_gradient = softmax * scale.unsqueeze(-1)
+        logits_gradient = softmax * scale.unsqueeze(-1).to(softmax.dtype)
         if ctx.smoothing:
             logits_gradient -= ctx.spread * (1.0 if weight is None else weight)
         logits_gradient.scatter_add_(-1, local.unsqueeze(-1), -hit)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -44,6 +46,26 @@ def test_a_query_that_sees_no_key_gets_zeros(kind: torch.dtype) -> None:
     assert not found[1, :, :2].any()
     for gradient, right in zip(gradients(found), gradients(expected), strict=True):
         torch.testing.assert_close(gradient, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_large_vocabulary_overflows_no_narrow_type(dtype: torch.dtype) -> None:
+    """The sum of 2^17 exponentials of 0 is beyond fp16; its logarithm is not."""
+    groups, targets = thread_groups("tp", 2), torch.tensor([5, 2**16 + 1])
+
+    def loss(rank: int) -> tuple[Tensor, Tensor]:
+        logits = torch.zeros(2, 2**16, dtype=dtype, requires_grad=True)
+        total, _ = vocab_token_loss(logits, targets, groups[rank])
+        total.backward()
+        assert logits.grad is not None
+        return total.detach(), logits.grad
+
+    for rank, (total, gradient) in enumerate(run_ranks(2, loss, meetings=[groups[0].meeting])):
+        assert total.dtype == torch.float32
+        assert total.item() == pytest.approx(2 * 17 * math.log(2), rel=1e-3)
+        assert gradient.dtype == dtype
+        row, target = rank, int(targets[rank]) - rank * 2**16
+        assert gradient[row, target].item() == pytest.approx(-1, rel=1e-2)
 
 
 @pytest.mark.parametrize("wrong", [-1, 8])

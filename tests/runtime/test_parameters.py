@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.initialize import InitialWeights
+from autopar.capture.meta import meta_parameters
 from autopar.ir.graph import Role
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import RecomputeName, ScheduleName
@@ -199,9 +200,7 @@ def test_tied_weights_have_one_optimizer_state_and_stay_tied(mesh: Mesh) -> None
 
 
 def test_weights_tied_on_the_meta_device_stay_tied() -> None:
-    module = Tied().to("meta")
-    module.head.weight = module.embed.weight
-    weights = InitialWeights(module, 0)
+    weights = InitialWeights(tied_on_meta(), 0)
     setup = Setup(mesh=Mesh(pp=2))
     case = laid_out(seeded(Tied()), token_batch(), setup, micro_batch_size=2)
     case = replace(case, weights={name: weights[name] for name in weights})
@@ -317,3 +316,50 @@ def test_unused_parameters_are_kept_and_checkpointed(setup: Setup, tmp_path: Pat
         assert written.keys() == read.keys()
         for key, value in written.items():
             torch.testing.assert_close(read[key], value, rtol=0, atol=0)
+
+
+class Asked(InitialWeights):
+    """Remembers what was drawn."""
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        super().__init__(model, seed)
+        self.names: list[str] = []
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.names.append(name)
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(mesh=Mesh(tp=2)),
+        Setup(mesh=Mesh(tp=4)),
+        Setup(mesh=Mesh(pp=2)),
+        Setup(mesh=Mesh(pp=3, dp_shard=2), zero_stage=3),
+    ],
+    ids=str,
+)
+def test_initial_weights_do_not_depend_on_the_layout(setup: Setup) -> None:
+    """A rank draws each parameter of its stage once, and no other."""
+    expected = dict(InitialWeights(tied_on_meta(), 7))
+    case = laid_out(Tied(), token_batch(), setup, micro_batch_size=2)
+    program = lower_plan(case.model, case.plan)
+    drawn = [Asked(tied_on_meta(), 7) for _ in range(setup.mesh.num_ranks)]
+
+    def run(communicator: Communicator) -> tuple[dict[str, Tensor], set[str]]:
+        engine = Engine(program, case.model, case.plan, communicator)
+        engine.load_parameters(drawn[communicator.rank])
+        return engine.full_parameters(), set(engine.store.parameters)
+
+    for rank, (parameters, held) in enumerate(run_mesh(setup.mesh, run)):
+        assert sorted(drawn[rank].names) == sorted(held)
+        for name, value in parameters.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+
+
+def tied_on_meta() -> nn.Module:
+    with meta_parameters():
+        module = Tied()
+    assert module.head.weight is module.embed.weight
+    return module
