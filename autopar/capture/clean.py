@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import fx
 
+from autopar.capture.failures import data_dependent
 from autopar.capture.flat import (
     FlatGraph,
     argument,
@@ -62,6 +63,8 @@ def clean(flat: FlatGraph) -> None:
     tidy_reshapes(flat)
     for node in flat.calls():
         if not _has_info(node):
+            if node.target in (_aten.item.default, _aten._local_scalar_dense.default):
+                raise data_dependent(refuse(node, "", "").where)
             user = next(iter(node.users))
             raise refuse(
                 user if _has_info(user) else node,
@@ -131,7 +134,7 @@ def freeze_unreached(flat: FlatGraph) -> None:
 
 
 def _mark_gradient(node: fx.Node) -> None:
-    """A result requires a gradient if it is float and computed from something that does."""
+    """A result requires a gradient if it is no integer and computed from something that does."""
     flows = node.target not in _NO_GRADIENT and any(
         tensor.requires_grad
         for source in node.all_input_nodes
@@ -141,10 +144,14 @@ def _mark_gradient(node: fx.Node) -> None:
     facts = info(node)
     if flows or any(tensor.requires_grad for tensor in facts.tensors):
         tensors = tuple(
-            with_fields(tensor, requires_grad=flows and tensor.dtype.is_floating_point)
+            with_fields(tensor, requires_grad=flows and _differentiable(tensor.dtype))
             for tensor in facts.tensors
         )
         set_info(node, with_fields(facts, tensors=tensors))
+
+
+def _differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _tensor(node: fx.Node) -> TensorInfo:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,9 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from autopar.capture.failures import data_dependent, explained, quiet
 from autopar.capture.flat import FlatGraph, refuse, source_of
 from autopar.capture.forbidden import (
     GRADIENT_HOOKS,
@@ -35,7 +36,7 @@ from autopar.capture.moe import experts_as_ops
 from autopar.capture.once import NotClosedError, Once
 from autopar.capture.pure import make_pure
 from autopar.capture.sources import LossFn
-from autopar.ir.errors import CaptureError, InputError
+from autopar.ir.errors import AutoparError, CaptureError, InputError
 from autopar.ir.graph import (
     BATCH,
     NodeInfo,
@@ -161,9 +162,14 @@ class _WithLoss(nn.Module):
             )
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        with watched(self.model, self.changes), _computing_in(self.compute_dtype):
-            output = self.model(**{name: batch[name] for name in self.passed})
-            loss = _find_loss(output) if self.loss_fn is None else self.loss_fn(output, batch)
+        try:
+            with watched(self.model, self.changes), _computing_in(self.compute_dtype):
+                output = self.model(**{name: batch[name] for name in self.passed})
+                loss = _find_loss(output) if self.loss_fn is None else self.loss_fn(output, batch)
+        except AutoparError:
+            raise
+        except Exception as error:  # before torch prints the graph so far
+            raise explained(error, type(self.model).__qualname__) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             by = "loss_fn" if self.loss_fn else f"{type(self.model).__name__}.forward"
             raise CaptureError(
@@ -215,7 +221,7 @@ class _Calls(TorchFunctionMode):
         if func in _TOKEN_LOSSES and _reduction(args, kwargs) == "none" and args[0].dim() == 2:
             wide = (tensor.unsqueeze(-1) for tensor in args[:2])
             return func(*wide, *args[2:], **kwargs).squeeze(-1)
-        if func in _LITERALS and torch.device(kwargs.get("device") or HOST).type == "meta":
+        if func in _LITERALS and torch.device(kwargs.get("device") or "meta").type == "meta":
             return func(*args, **{**kwargs, "device": HOST}).to("meta")
         if func is Tensor.new_tensor and args[0].is_meta and "device" not in kwargs:
             literal = {"dtype": args[0].dtype, "device": HOST, **kwargs}
@@ -253,7 +259,7 @@ def _computing_in(dtype: torch.dtype) -> Iterator[None]:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if dtype is torch.float64 else default)
     try:
-        with _Calls(dtype):
+        with torch.device("meta"), _Calls(dtype):
             yield
     finally:
         torch.set_default_dtype(default)
@@ -268,59 +274,17 @@ def _export(
     # One tensor each: torch.export merges inputs that are the same object.
     example = {name: torch.empty_like(value) for name, value in inputs.items()}
     try:
-        with once.tracing() if once else contextlib.nullcontext():
+        with quiet(), once.tracing() if once else contextlib.nullcontext():
             return torch.export.export(
                 module,
                 (example,),
                 dynamic_shapes=({name: {0: batch} for name in example},),
                 strict=False,
             )
-    except CaptureError:
+    except AutoparError:
         raise
     except Exception as error:
-        raise _explain(error, type(module.model).__qualname__) from error
-
-
-def _explain(error: Exception, name: str) -> CaptureError:
-    """The user's error for what ``torch.export`` raised."""
-    text = str(error)
-    where = _user_line(error)
-    kind = type(error).__name__
-    if "data-dependent" in text or "DataDependent" in kind or "GuardOnDataDependent" in kind:
-        return CaptureError(
-            "the model's control flow or shapes depend on the values of tensors",
-            where=where,
-            hint="compute with torch.where or masks instead of a Python branch on a tensor",
-        )
-    if "Constraints violated" in text or "ConstraintViolation" in kind:
-        fixed = re.search(r"specialized it to be a constant \((\d+)\)", text)
-        return CaptureError(
-            f"the model fixes the batch size{f' at {fixed[1]}' if fixed else ''}",
-            where=where or name,
-            hint="take sizes from the input (x.shape[0]) instead of writing them down",
-        )
-    return CaptureError(
-        f"the model cannot be traced: {kind}: {_first_line(text)}",
-        where=where,
-        hint="try torch.export.export(model, …, strict=False) on it alone",
-    )
-
-
-def _first_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0] if lines else "no message"
-
-
-def _user_line(error: BaseException) -> str | None:
-    """The innermost source line of the model that ``error`` passed through."""
-    found = None
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if not re.search(r"[/\\](torch|autopar)[/\\]|contextlib|<", code.co_filename):
-            found = f"{code.co_filename}:{trace.tb_lineno}, in {code.co_name}"
-        trace = trace.tb_next
-    return found
+        raise explained(error, type(module.model).__qualname__) from error
 
 
 def _attach_infos(nodes: Iterable[fx.Node]) -> None:
@@ -339,7 +303,7 @@ def _attach_infos(nodes: Iterable[fx.Node]) -> None:
         stack = node.meta.get("nn_module_stack") or {}
         path = next(reversed(stack.values()))[0] if stack else ""
         tensors = tuple(
-            TensorInfo(shape=rename.shape(item), dtype=item.dtype, requires_grad=False)
+            TensorInfo(shape=rename.shape(item, node), dtype=item.dtype, requires_grad=False)
             for item in values
         )
         path = path.removeprefix(_ROOT).removeprefix(".") if path.startswith(_ROOT) else ""
@@ -355,12 +319,14 @@ class _SizeReader:
     def __init__(self) -> None:
         self._known: dict[sympy.Expr, Size] = {}
 
-    def shape(self, tensor: Tensor) -> tuple[Size, ...]:
-        return tuple(self._size(size) for size in tensor.shape)
+    def shape(self, tensor: Tensor, node: fx.Node) -> tuple[Size, ...]:
+        return tuple(self._size(size, node) for size in tensor.shape)
 
-    def _size(self, size: int | torch.SymInt) -> Size:
+    def _size(self, size: int | torch.SymInt, node: fx.Node) -> Size:
         if isinstance(size, int):
             return size
+        if free_unbacked_symbols(size):
+            raise data_dependent(refuse(node, "", "").where)
         expression = size.node.expr
         if expression not in self._known:
             renamed = expression.xreplace(dict.fromkeys(expression.free_symbols, BATCH))

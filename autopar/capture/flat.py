@@ -111,7 +111,7 @@ def source_of(stack_trace: str | None) -> str:
     frames: list[tuple[str, str, str]] = _FRAME.findall(stack_trace or "")
     if not frames:
         return ""
-    own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
+    own = [frame for frame in frames if not frame[0].startswith((*_LIBRARIES, "<"))]
     if not own and frames[-1][0].startswith(_PACKAGE):  # a loss_fn leaves no frame of its own
         return "in loss_fn"
     file, line, function = (own or frames)[-1]

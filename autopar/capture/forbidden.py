@@ -19,7 +19,7 @@ from autopar.capture.functions import Functions
 from autopar.ir.errors import CaptureError
 
 _PLAIN = (bool, int, float, str)
-_OF_OPS = ("torch._library.", "autopar.ir.")
+_OF_OPS = ("torch._library.", "torch._higher_order_ops.", "autopar.ir.")
 """Where custom ops have their autograd functions, which stay with them."""
 _HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 

@@ -16,10 +16,11 @@ _HINT_REGION = "move the choice out of forward, or compute both sides and use to
 
 
 def inline(graph: fx.Graph, module: torch.nn.Module) -> None:
-    """Inline the ``no_grad`` regions of ``graph``, in place; ``module`` holds their graphs.
+    """Inline the ``no_grad`` regions of ``graph``, and those without autocast, in place; ``module``
+    holds their graphs.
 
     Raises:
-        CaptureError: Autocast or control flow.
+        CaptureError: Autocast, control flow, or another higher-order op.
     """
     for node in list(graph.nodes):
         if node.op == "call_function" and isinstance(node.target, HigherOrderOperator):
@@ -32,13 +33,25 @@ def _inline_region(node: fx.Node, module: torch.nn.Module) -> None:
         enabled, body, *operands = node.args
         _paste(node, module, body, operands, detach=not enabled)
     elif name == "wrap_with_autocast":
-        raise refuse(
-            _first_call(node, module),
-            "the model opens an autocast region",
-            "remove torch.autocast from forward and choose compute_dtype instead",
-        )
-    else:
+        _, _, enabled, _, body, *operands = node.args
+        if enabled:
+            raise refuse(
+                _first_call(node, module),
+                "the model opens an autocast region",
+                "remove torch.autocast from forward and choose the precision of training instead",
+            )
+        _paste(node, module, body, operands, detach=False)
+    elif name in _CONTROL_FLOW:
         raise refuse(node, f"the model has control flow on tensors ({name})", _HINT_REGION)
+    else:
+        raise refuse(
+            node,
+            f"the model calls the higher-order op {name}, which is not supported",
+            "write what it does with plain ops; for attention choose the implementation sdpa",
+        )
+
+
+_CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
 
 
 def _first_call(node: fx.Node, module: torch.nn.Module) -> fx.Node:

@@ -63,19 +63,20 @@ class MetaClone:
 
 
 def clone_to_meta(module: nn.Module, dtype: torch.dtype, *, training: bool = True) -> MetaClone:
-    """Copy ``module`` to the meta device in train or eval mode, floats in ``dtype``, without reading
-    its weights.
+    """Copy ``module`` to the meta device in train or eval mode, floats in ``dtype``, without
+    reading its weights.
 
     Buffers are cast as ``module.to(dtype)`` would, but the non-persistent float32 buffers of a
     Hugging Face model keep their type unless ``dtype`` is wider: that is how
     ``from_pretrained(dtype=…)`` treats them.
 
     Raises:
-        CaptureError: The module cannot be copied.
+        CaptureError: The module cannot be copied, or a parameter is complex, quantized or sparse.
     """
     memo: dict[int, object] = {}
     values: dict[int, tuple[Tensor, Tensor]] = {}
-    for parameter in module.parameters():
+    for name, parameter in module.named_parameters():
+        _check_parameter(name, parameter)
         if id(parameter) not in memo:
             memo[id(parameter)] = _meta_parameter(parameter, _cast(parameter.dtype, dtype))
     keep_narrow = _is_hugging_face(module)
@@ -105,6 +106,15 @@ def clone_to_meta(module: nn.Module, dtype: torch.dtype, *, training: bool = Tru
         if getattr(config, "use_cache", False):
             config.use_cache = False  # type: ignore[union-attr]
     return MetaClone(clone, values)
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if parameter.is_complex() or parameter.is_quantized or parameter.layout is not torch.strided:
+        kind = parameter.dtype if parameter.layout is torch.strided else parameter.layout
+        raise CaptureError(
+            f"parameter {name} is {kind}, which cannot be sharded and trained",
+            hint="keep it as real, dense parameters: a complex one as torch.view_as_real of it",
+        )
 
 
 def _add_tensor(
