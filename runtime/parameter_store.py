@@ -35,14 +35,19 @@ from autopar.runtime.parameter_unit import ParameterUnit, UnitGroups
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Axes that store a unit sharded and axes that repeat it (``""`` for none), and whether
-    gradients differ between all these ranks; ``counts`` as in ``ParameterUnit``.
+    """How a unit is stored and its gradients are summed; the same on every rank.
+
+    Attributes:
+        shard_axis: Axes that store it sharded, ``""`` for none.
+        replicate_axis: Axes that repeat it, ``""`` for none.
+        is_partial: Whether gradients differ between all these ranks.
+        complete: Axes of these whose ranks have the same gradients.
     """
 
     shard_axis: str
     replicate_axis: str
     is_partial: bool
-    counts: bool
+    complete: tuple[str, ...]
 
 
 _UnitKey = tuple[tuple[int, ...], tuple[int, ...], bool, torch.dtype, _Sums]
@@ -275,7 +280,7 @@ class ParameterStore:
         Raises:
             InputError: The data axis shards it.
         """
-        mesh, at = self._communicator.mesh, self._coordinates
+        mesh = self._communicator.mesh
         states: dict[str, State] = dict(zip(LAYOUT_AXES, placement, strict=True))
         if states[DATA_AXIS].is_sharded:
             raise InputError(
@@ -292,7 +297,7 @@ class ParameterStore:
             shard_axis=mesh.simplest(shard),
             replicate_axis=mesh.simplest(replicate),
             is_partial=len(complete) < len(shared),
-            counts=all(at[axis] == 0 for axis in complete),
+            complete=tuple(complete),
         )
 
     def _make_unit(self, key: _UnitKey, layouts: Sequence[ParameterLayout]) -> ParameterUnit:
@@ -302,7 +307,7 @@ class ParameterStore:
             trainable=key[2],
             compute_dtype=key[3],
             is_partial=key[4].is_partial,
-            counts=key[4].counts,
+            counts=all(self._coordinates[axis] == 0 for axis in key[4].complete),
             gradient_dtype=self._gradient_dtype,
             reduce_dtype=self._reduce_dtype,
             groups=UnitGroups(

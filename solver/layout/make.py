@@ -10,7 +10,7 @@ from torch import fx
 from autopar.ir.graph import BlockKind, Role, TensorInfo, info
 from autopar.ir.layout import operands_of
 from autopar.ir.placement import INVARIANT, REPLICATED, State, shard_sizes
-from autopar.ir.rules.core import Option, normal_state
+from autopar.ir.rules.core import Option, Rule, normal_state
 from autopar.ir.typecheck import kind_options
 from autopar.solver.costs.families import Family, family_of
 from autopar.solver.layout.costing import Coster
@@ -119,7 +119,7 @@ class _Maker:
                     (*option.operands, *option.results), tensors, view.states, strict=True
                 )
             )
-            and self.compatible(option, view)
+            and self.compatible(option, view, self.facts.rules[kind.name].rules[node.name])
         )
         assert allowed, f"{node.name} has no option on {self.axis.name}"
         self.options[kind.name, node.name] = allowed
@@ -229,9 +229,20 @@ class _Maker:
         shape = self.coster.shape(tensor, INVARIANT)
         return shard_sizes(shape[state.dim], state.blocks, size) is not None
 
-    def compatible(self, option: Option, view: NodeView) -> bool:
-        """Whether an option can be had beside what typed axes chose for the node."""
-        return option.helper is None or view.dispatch == 1
+    def compatible(self, option: Option, view: NodeView, rule: Rule) -> bool:
+        """Whether an option can be had beside what typed axes chose for the node: of options beyond
+        its factors only one axis can have one.
+        """
+        if all(option.helper != extra.helper for extra in rule.extra):
+            return True
+        chosen = [tuple(states) for states in zip(*view.states, strict=True)]
+        extras = [(*extra.operands, *extra.results) for extra in rule.extra]
+        tensors = (*view.operands, *view.results)
+        return not any(
+            tuple(map(normal_state, extra, tensors)) == tuple(map(normal_state, states, tensors))
+            for extra in extras
+            for states in chosen
+        )
 
     def state_class(
         self, number: int, role: Role, tensor: TensorInfo, states: tuple[State, ...]

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture, masks
+from autopar.capture.constants import evaluate
+from autopar.capture.flat import FlatGraph
 from autopar.capture.mask_rows import key_runs
 from autopar.ir.graph import ModelGraph
 from tests.zoo import ZOO
@@ -18,11 +20,11 @@ def test_runs_are_what_masks_let_through(name: str, monkeypatch: pytest.MonkeyPa
     seen: list[bool] = []
     verdict = masks._verdict  # pyright: ignore[reportPrivateUsage]
 
-    def compare(flat: masks.FlatGraph, mask: torch.fx.Node) -> str:
+    def compare(flat: FlatGraph, mask: torch.fx.Node) -> str:
         for batch in (1, 3):
             runs = key_runs(flat, mask, batch)
             assert runs is not None
-            whole: Tensor = masks.evaluate(flat, [mask], batch)[mask]
+            whole: Tensor = evaluate(flat, [mask], batch)[mask]
             keys = torch.arange(whole.shape[-1])
             found = (keys >= runs.first[..., None]) & (keys < runs.end[..., None])
             seen.append(bool((found == whole).all()))

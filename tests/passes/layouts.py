@@ -16,7 +16,14 @@ from torch import fx
 from autopar.ir.errors import PlacementError
 from autopar.ir.graph import BlockKind, ModelGraph, Role, TensorInfo, ValueId, activation, info
 from autopar.ir.layout import KindLayout, Layout, NodeTyping, operands_of
-from autopar.ir.mesh import BATCH_AXES, CONTEXT_AXIS, LAYOUT_AXES, TENSOR_AXIS, Mesh
+from autopar.ir.mesh import (
+    BATCH_AXES,
+    CONTEXT_AXIS,
+    DATA_AXIS,
+    LAYOUT_AXES,
+    TENSOR_AXIS,
+    Mesh,
+)
 from autopar.ir.moves import Collective, backward_of, collective_of
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATED, Placement, State, sharded
 from autopar.ir.rules.core import Option
@@ -248,8 +255,13 @@ def anything(rng: random.Random) -> Choose:
     return choose
 
 
-def random_pins(model: ModelGraph, mesh: Mesh, rng: random.Random, *, batch: int) -> Pin:
-    """Any placements of the values between blocks that all blocks of a kind can agree on."""
+def random_pins(
+    model: ModelGraph, mesh: Mesh, rng: random.Random, *, batch: int, trained: bool = False
+) -> Pin:
+    """Any placements of the values between blocks that all blocks of a kind can agree on.
+
+    The runtime, which trains parameters (``trained``), has them whole on the data axis.
+    """
     classes = _Classes()
     for block in model.blocks:
         first = next(other for other in model.blocks if other.kind == block.kind)
@@ -263,14 +275,22 @@ def random_pins(model: ModelGraph, mesh: Mesh, rng: random.Random, *, batch: int
         root = classes.root(value)
         if root not in placements:
             sums = value in (model.loss, model.weight)
-            placements[root] = _draw(value, tensor, mesh, rng, batch, sums=sums)
+            whole = (DATA_AXIS,) if trained and value.role is Role.PARAMETER else ()
+            placements[root] = _draw(value, tensor, mesh, rng, batch, sums=sums, whole=whole)
         return placements[root][LAYOUT_AXES.index(axis)]
 
     return pin
 
 
 def _draw(
-    value: ValueId, tensor: TensorInfo, mesh: Mesh, rng: random.Random, batch: int, *, sums: bool
+    value: ValueId,
+    tensor: TensorInfo,
+    mesh: Mesh,
+    rng: random.Random,
+    batch: int,
+    *,
+    sums: bool,
+    whole: Sequence[str],
 ) -> Placement:
     """Any placement of one value; the loss and its weight are ``I`` or ``P``."""
     placement: Placement = ()
@@ -279,7 +299,7 @@ def _draw(
             placement = (*placement, INVARIANT)
             continue
         states = [INVARIANT, PARTIAL] if sums else [INVARIANT, REPLICATED]
-        if not sums:
+        if not sums and axis not in whole:
             states += [PARTIAL] * (value.role is Role.ACTIVATION)
             shards = [sharded(dim) for dim in range(len(tensor.shape))]
             shards = [s for s in shards if can_place(tensor, (*placement, s), mesh, batch)]

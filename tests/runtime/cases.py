@@ -11,28 +11,22 @@ from torch import Tensor, nn
 
 from autopar.capture import capture, run_reference
 from autopar.ir.graph import ModelGraph, TensorInfo, ValueId
-from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, MESH_AXES, Mesh
+from autopar.ir.mesh import DATA_AXIS, MESH_AXES, Mesh
 from autopar.ir.placement import INVARIANT, State
 from autopar.ir.plan import (
     BatchPlan,
-    Certificate,
-    ClusterRef,
-    MeshPlan,
-    ModelRef,
-    ParameterPlan,
     Plan,
     PrecisionName,
-    Prediction,
     RecomputeName,
     ScheduleName,
     SchedulePlan,
     SegmentPlan,
     TrainingPlan,
-    layout_text,
 )
 from autopar.ir.precision import DTYPES
 from tests.models import next_token_loss, tiny_gpt2, tiny_llama, tiny_transformer, token_batch
 from tests.passes.layouts import cheapest, choose_layout, megatron
+from tests.plans import bare_plan
 
 GLOBAL_BATCH = 8
 HAND_WRITTEN = ("transformer", "frozen")
@@ -136,24 +130,10 @@ def make_plan(setup: Setup) -> Plan:
         block % mesh.pp if setup.modular else block * mesh.pp // num_blocks
         for block in range(num_blocks)
     ]
-    return Plan(
-        model=ModelRef(name=model.name, source=None, seq_len=16, num_parameters=0, fingerprint=""),
-        cluster=ClusterRef(
-            hardware="cpu-local",
-            nodes=1,
-            gpus_per_node=mesh.num_ranks,
-            device="cpu",
-            backend="gloo",
-            fingerprint="",
-        ),
-        mesh=MeshPlan(
-            pp=mesh.pp,
-            dp_replicate=mesh.dp_replicate,
-            dp_shard=mesh.dp_shard,
-            cp=mesh.cp,
-            ep=mesh.ep,
-            tp=mesh.tp,
-        ),
+    return bare_plan(
+        model,
+        layout,
+        mesh=mesh,
         batch=BatchPlan(
             global_batch_size=GLOBAL_BATCH,
             micro_batch_size=micro_batch_size,
@@ -162,6 +142,10 @@ def make_plan(setup: Setup) -> Plan:
         schedule=SchedulePlan(
             name=setup.schedule, recompute=setup.recompute, zero_stage=setup.zero_stage
         ),
+        segments=[
+            SegmentPlan(stage=stage, first_block=block, last_block=block)
+            for block, stage in enumerate(stages)
+        ],
         training=TrainingPlan(
             precision=setup.precision,
             gradient_dtype=gradient_dtype,
@@ -174,40 +158,6 @@ def make_plan(setup: Setup) -> Plan:
             max_grad_norm=setup.max_grad_norm,
             seed=0,
         ),
-        pins={},
-        parameters={
-            name: ParameterPlan(
-                names=parameter.names,
-                shape=parameter.shape,
-                dtype=str(parameter.dtype),
-                requires_grad=parameter.requires_grad,
-                placement=(),
-                stages=(),
-            )
-            for name, parameter in model.parameters.items()
-        },
-        segments=tuple(
-            SegmentPlan(stage=stage, first_block=block, last_block=block)
-            for block, stage in enumerate(stages)
-        ),
-        layout_axes=LAYOUT_AXES,
-        layout=layout_text(layout, LAYOUT_AXES),
-        moves=(),
-        replicated_ops=(),
-        certificate=Certificate(
-            status="feasible",
-            objective_s=1.0,
-            bound_s=1.0,
-            gap=0.0,
-            solve_s=0.0,
-            num_candidates=1,
-            num_solved=1,
-            statement="",
-        ),
-        prediction=Prediction(
-            step_s=1.0, mfu=0.0, tokens_per_s=0.0, model_flops=0.0, usable_bytes=0, ranks=()
-        ),
-        alternatives=(),
     )
 
 

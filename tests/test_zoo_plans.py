@@ -1,0 +1,42 @@
+"""Plans of the solver for models of the zoo run with the numbers of one device."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.ir.plan import Plan
+from autopar.solver.hardware import Cluster
+from autopar.solver.solve import solve
+from tests.plans import SGD
+from tests.zoo_runs import assert_like_one_device, zoo_case
+
+PINS: dict[str, dict[str, int | str]] = {
+    "context": {"cp": 2, "tp": 1, "pp": 1},
+    "context-tensor": {"cp": 2, "tp": 2, "pp": 1},
+    "context-zero": {"cp": 4, "tp": 1, "pp": 1, "zero_stage": 3},
+    "context-pipeline": {"cp": 2, "pp": 2, "recompute": "full"},
+    "expert": {"ep": 2, "dp_shard": 2, "tp": 1, "pp": 1, "zero_stage": 3},
+    "expert-tensor": {"ep": 2, "tp": 2, "pp": 1},
+    "expert-context": {"ep": 2, "cp": 2, "pp": 1, "zero_stage": 1},
+    "expert-pipeline": {"ep": 2, "pp": 2, "schedule": "layered"},
+}
+CASES = [
+    *((name, pins) for name in ("llama", "mistral", "gemma2") for pins in list(PINS)[:4]),
+    *((name, pins) for name in ("mixtral", "qwen3_moe") for pins in list(PINS)[4:]),
+]
+
+
+def plan_of(name: str, pins: str) -> Plan:
+    return solve(
+        zoo_case(name).model,
+        Cluster("a100-80gb", gpus_per_node=4),
+        global_batch_size=8,
+        training=SGD,
+        pin=PINS[pins],
+    )
+
+
+@pytest.mark.parametrize(("name", "pins"), CASES)
+def test_context_and_expert_axes_keep_loss_and_gradients(name: str, pins: str) -> None:
+    plan = plan_of(name, pins)
+    assert_like_one_device(zoo_case(name), plan)
