@@ -93,6 +93,8 @@ def constant_digest(value: Tensor) -> str:
     numbers = flat.to(torch.float64)
     special = (numbers.isnan().sum().item(), numbers.isposinf().sum().item())
     numbers = numbers.nan_to_num(0.0, 1.0, -1.0)
+    if not numbers.norm().isfinite():  # masks hold the smallest number of a dtype
+        numbers = numbers / numbers.abs().max()
     norm = float(numbers.norm())
     positions = torch.arange(flat.numel(), dtype=torch.float64)
     waves = [
