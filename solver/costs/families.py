@@ -26,6 +26,7 @@ _VIEWS = frozenset(
     {
         "alias",
         "as_strided",
+        "broadcast_tensors",
         "broadcast_to",
         "chunk",
         "detach",
