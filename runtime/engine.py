@@ -141,7 +141,7 @@ class Engine:
             RankFailedError: this or another rank failed; no further step is possible.
         """
         started = time.perf_counter()
-        inputs = self._inputs(self._trainer, batch, local=local)
+        inputs = self._inputs(self._trainer, self._model, batch, local=local)
         outcome: list[tuple[Totals, Updated]] = []
         scale = self.loss_scaler.scale
 
@@ -210,7 +210,7 @@ class Engine:
             raise InputError("nothing to evaluate with was set", hint="set_evaluation")
         started = time.perf_counter()
         executor, program, model = self._evaluator
-        inputs = self._inputs(executor, batch, local=local)
+        inputs = self._inputs(executor, model, batch, local=local)
         outcome: list[Totals] = []
 
         def end(step: StepState) -> None:
@@ -290,15 +290,16 @@ class Engine:
         return {state.NUM_STEPS: torch.tensor(self.num_steps)} | self.loss_scaler.state()
 
     def _inputs(
-        self, executor: Executor, batch: Mapping[str, Tensor], *, local: bool
+        self, executor: Executor, model: ModelGraph, batch: Mapping[str, Tensor], *, local: bool
     ) -> StepInputs:
         if not self._is_loaded:
             raise InputError("no parameters were loaded", hint="load_parameters or load")
         executor.form.slicer.check(batch, local=local)
+        read = {name: batch[name] for name in model.inputs}
         return StepInputs(
-            batch=batch,
+            batch=read,
             is_local=local,
-            checksum=0 if local else checksum(batch),
+            checksum=0 if local else checksum(read),
             numbers=Drawing(seed=self.plan.training.seed, step=self.num_steps, sequences=()),
             loss_seed=self.loss_scaler.seed,
         )

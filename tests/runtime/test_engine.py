@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -127,6 +128,13 @@ def test_integers_of_any_width_are_taken():
     batch = make_batch("llama", seed=0)
     narrow = {name: tensor.int() for name, tensor in batch.items()}
     assert engine.train_step(narrow).loss == other.train_step(batch).loss
+
+
+def test_what_the_model_does_not_read_may_be_anything():
+    engine, other = alone(Setup()), alone(Setup())
+    batch = make_batch("llama", seed=0)
+    more: dict[str, Any] = {**batch, "names": ["a", "b"], "index": torch.arange(3)}
+    assert engine.train_step(more).loss == other.train_step(batch).loss
 
 
 def test_parameters_must_be_loaded_whole():
