@@ -49,11 +49,11 @@ def work(sample: SampleNode, option: Option, size: int) -> tuple[Work, Work]:
     """On a rank of ``size`` under an option."""
     node = sample.node
     shapes = [
-        local_shape(tuple(info(operand).tensor.shape), (state,), (size,))
+        local_shape(info(operand).tensor.shape_at(1), (state,), (size,))
         for operand, state in zip(operands_of(node), option.operands, strict=True)
     ]
     results = [
-        local_shape(tuple(tensor.shape), (state,), (size,))
+        local_shape(tensor.shape_at(1), (state,), (size,))
         for tensor, state in zip(info(node).tensors, option.results, strict=True)
     ]
     return forward_work(node, shapes, results), backward_work(node, shapes, results)
