@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import fx
 
+from autopar.capture.batch_size import count_sequences
 from autopar.capture.failures import data_dependent
 from autopar.capture.flat import (
     FlatGraph,
@@ -60,16 +61,19 @@ def clean(flat: FlatGraph) -> None:
             _REWRITES[node.target](node)
         elif writes_shape(node.target):
             _write_shape(node)
+    count_sequences(flat)
     tidy_reshapes(flat)
     for node in flat.calls():
         if not _has_info(node):
             if node.target in (_aten.item.default, _aten._local_scalar_dense.default):
                 raise data_dependent(refuse(node, "", "").where)
-            user = next(iter(node.users))
+            reader = node
+            while not _has_info(reader) and reader.users:
+                reader = next(iter(reader.users))
             raise refuse(
-                user if _has_info(user) else node,
-                "the model computes with its batch size",
-                "take means with .mean(), or divide by a fixed number",
+                reader,
+                "the model computes with its batch size in a way that ranks cannot",
+                "take means with .mean(), or divide by the size itself or by a fixed number",
             )
 
 
@@ -198,7 +202,8 @@ def _drop_dropout(node: fx.Node) -> None:
 
 
 def _drop_empty(node: fx.Node) -> None:
-    """A concatenation of what has entries; of a single one, nothing to do."""
+    """A ``cat`` of what has entries; of a single one, nothing to do."""
+    node.target = _aten.cat.default
     given = node.args[0]
     assert isinstance(given, list | tuple)
     tensors = [tensor for tensor in given if isinstance(tensor, fx.Node)]
@@ -235,6 +240,37 @@ def _drop_device(node: fx.Node) -> None:
         kwargs["dtype"] = _tensor(node).dtype
     if kwargs != node.kwargs:
         node.kwargs = kwargs
+
+
+def _count_bins(node: fx.Node) -> None:
+    """``histc`` of integers, a bin for each, counts which are equal to what: by dims that can be
+    sharded, and on devices whose ``histc`` takes no integers.
+    """
+    source = _arg(node, 0, "self")
+    values = _arg(source, 0, "self") if source.target is _aten.to.dtype else source
+    bins = argument(node, 1, "bins", 100)
+    low, high = argument(node, 2, "min", 0), argument(node, 3, "max", 0)
+    if _tensor(values).dtype.is_floating_point or low != 0 or high not in (bins - 1, bins):
+        return
+    dtype, shape = torch.int64, (*_shape(values), 1)
+    facts = _tensor(values)
+    apart = emit(
+        node.graph, node, _aten.unsqueeze.default, (values, -1), shape=shape, dtype=facts.dtype
+    )
+    every = emit(
+        node.graph,
+        node,
+        _aten.arange.default,
+        (bins,),
+        {"dtype": dtype},
+        shape=(bins,),
+        dtype=dtype,
+    )
+    shape = (*_shape(values), bins)
+    equal = emit(node.graph, node, _aten.eq.Tensor, (apart, every), shape=shape, dtype=torch.bool)
+    node.target = _aten.sum.dim_IntList
+    node.args = (equal, list(range(len(shape) - 1)))
+    node.kwargs = {"dtype": _tensor(node).dtype}
 
 
 def _normalize_cast(node: fx.Node) -> None:
@@ -441,7 +477,9 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     _aten.feature_dropout.default: _drop_dropout,
     _aten.cat.default: _drop_empty,
     _aten.concat.default: _drop_empty,
+    _aten.concatenate.default: _drop_empty,
     _aten.slice.Tensor: _normalize_slice,
+    _aten.histc.default: _count_bins,
     _aten.to.dtype: _normalize_cast,
     _aten.to.dtype_layout: _normalize_cast,
     _aten.to.device: _normalize_cast,

@@ -17,7 +17,7 @@ _MIN_SHARE = 0.2
 do not.
 """
 
-_MIN_COMMON = 0.7
+_MIN_COMMON = 0.5
 """Two modules of a list are similar if they share this part of the ops of the larger one."""
 
 

@@ -32,7 +32,7 @@ def unmerge(flat: FlatGraph) -> None:
     wide: dict[fx.Node, _Wide] = {}
     for node in flat.calls():
         if node.target is _aten.reshape.default:
-            found = _kept(node, wide) or _merging(node)
+            found = _kept(node, wide) or _merging(node, wide)
             if found is not None:
                 wide[node] = found
             continue
@@ -75,10 +75,11 @@ def _shape(node: fx.Node) -> tuple[Size, ...]:
     return info(node).tensor.shape
 
 
-def _merging(node: fx.Node) -> _Wide | None:
+def _merging(node: fx.Node, wide: dict[fx.Node, _Wide]) -> _Wide | None:
     """What ``node`` merges into one dim that holds the batch; the dims before it stay."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
+    source = wide[source].node if source in wide else source
     before, after = _shape(source), _shape(node)
     kept = 0
     while kept < min(len(before), len(after)) and before[kept] == after[kept]:

@@ -175,7 +175,7 @@ class _FixedBatch(_Model):
 
 class _DividesByBatch(_Model):
     def forward(self, x: Tensor) -> Tensor:
-        return (x * self.weight).sum() / x.shape[0]
+        return (x * self.weight).sum() / (x.shape[0] // 3 + 1)
 
 
 class _Autocast(_Model):
