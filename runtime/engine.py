@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,10 +18,11 @@ from autopar.ir.program import Program
 from autopar.ir.randomness import Drawing
 from autopar.ir.schedule import Schedule
 from autopar.ir.schedule_checks import Channel, channel_of, validate
-from autopar.ir.schedules import forward_only, make_schedule
+from autopar.ir.schedules import make_schedule
 from autopar.runtime import state
 from autopar.runtime.batches import checksum
 from autopar.runtime.communicator import Communicator
+from autopar.runtime.evaluator import Evaluator
 from autopar.runtime.executor import Executor, num_reductions
 from autopar.runtime.loss_scaler import LossScaler, num_loss_terms
 from autopar.runtime.optimizers import (
@@ -31,41 +31,9 @@ from autopar.runtime.optimizers import (
     require_elementwise,
 )
 from autopar.runtime.parameter_store import ParameterStore, parameter_stages
+from autopar.runtime.results import EvalResult, StepResult
 from autopar.runtime.step_end import Totals, Updated, agree, update
 from autopar.runtime.step_state import StepInputs, StepState
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """One training step; the same on every rank, but for ``seconds``.
-
-    Attributes:
-        loss: Σ loss / Σ weight over the global batch.
-        grad_norm: Of all gradients, before clipping.
-        num_tokens: Valid tokens of the batch (sequences, if the loss is no sum over tokens).
-        seconds: Of this step on this rank.
-        skipped: True if gradients overflowed fp16: nothing was updated, and the loss scale is
-            halved.
-        loss_scale: By which the loss was multiplied; 1 but for fp16.
-    """
-
-    loss: float
-    grad_norm: float
-    num_tokens: int
-    seconds: float
-    skipped: bool = False
-    loss_scale: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalResult:
-    """The loss of a batch; the same on every rank, but for ``seconds``. For the other attributes
-    see ``StepResult``.
-    """
-
-    loss: float
-    num_tokens: int
-    seconds: float
 
 
 class Engine:
@@ -115,7 +83,7 @@ class Engine:
         self._trainer = Executor(
             program, model, plan, self.schedule, self.store, communicator, learns=True
         )
-        self._evaluator: tuple[Executor, Program, ModelGraph] | None = None
+        self._evaluator: Evaluator | None = None
         self.stage = stage
         self.loss_scaler = LossScaler(
             is_active=plan.training.precision == "fp16",
@@ -188,16 +156,14 @@ class Engine:
         Raises:
             InputError: The programs do not fit together.
         """
-        _require_same_parameters(program, self._program)
-        schedule = forward_only(
-            self.schedule.stage_of_segment,
-            self.plan.batch.num_micro_batches,
-            zero_stage=self.plan.schedule.zero_stage,
+        self._evaluator = Evaluator(
+            program,
+            model,
+            trained=self._program,
+            plan=self.plan,
+            store=self.store,
+            communicator=self.communicator,
         )
-        executor = Executor(
-            program, model, self.plan, schedule, self.store, self.communicator, learns=False
-        )
-        self._evaluator = executor, program, model
 
     @property
     def can_evaluate(self) -> bool:
@@ -209,17 +175,10 @@ class Engine:
         if self._evaluator is None:
             raise InputError("nothing to evaluate with was set", hint="set_evaluation")
         started = time.perf_counter()
-        executor, program, model = self._evaluator
-        inputs = self._inputs(executor, model, batch, local=local)
-        outcome: list[Totals] = []
-
-        def end(step: StepState) -> None:
-            outcome.append(
-                agree(step, inputs, program, model, self.plan, self.communicator, store=None)
-            )
-
-        executor.run(inputs, end)
-        (totals,) = outcome
+        model = self._evaluator.model
+        totals = self._evaluator.run(
+            self._inputs(self._evaluator.executor, model, batch, local=local)
+        )
         return EvalResult(
             loss=totals.mean_loss,
             num_tokens=self._num_tokens(totals, model),
@@ -316,21 +275,6 @@ def schedule_of(plan: Plan) -> Schedule:
         plan.batch.num_micro_batches,
         zero_stage=plan.schedule.zero_stage,
     )
-
-
-def _require_same_parameters(program: Program, other: Program) -> None:
-    """Raise unless each segment of ``program`` finds its parameters where ``other`` has them."""
-    for segment, trained in zip(program.segments, other.segments, strict=True):
-        foreign = set(segment.parameters) - set(trained.parameters)
-        if foreign or segment.blocks != trained.blocks or segment.stage != trained.stage:
-            raise InputError(
-                "the graph to evaluate is not cut as the one to train is: "
-                + (f"segment {segment.index} reads {min(foreign)}" if foreign else "other blocks")
-            )
-    for name, local in program.parameters.items():
-        known = other.parameters[name]
-        if (local.shape, local.dtype) != (known.shape, known.dtype):
-            raise InputError(f"parameter {name} is placed otherwise in the graph to evaluate")
 
 
 def _channels(schedule: Schedule) -> list[Channel]:

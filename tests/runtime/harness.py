@@ -15,7 +15,8 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import lower_plan
 from autopar.runtime.communicator import Communicator
-from autopar.runtime.engine import Engine, StepResult
+from autopar.runtime.engine import Engine
+from autopar.runtime.results import StepResult
 from autopar.runtime.threads import run_mesh
 from tests.runtime.cases import (
     Expected,

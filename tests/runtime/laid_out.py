@@ -18,7 +18,8 @@ from autopar.ir.plan import BatchPlan, Plan, SegmentPlan, layout_text
 from autopar.ir.precision import DTYPES
 from autopar.passes import lower_plan
 from autopar.runtime.communicator import Communicator
-from autopar.runtime.engine import Engine, StepResult
+from autopar.runtime.engine import Engine
+from autopar.runtime.results import StepResult
 from autopar.runtime.threads import run_mesh
 from tests.passes.layouts import cheapest, choose_layout
 from tests.runtime.cases import Setup, make_plan

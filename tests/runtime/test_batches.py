@@ -16,7 +16,8 @@ from autopar.ir.plan import BatchPlan, Plan
 from autopar.passes import lower_plan
 from autopar.runtime.batches import checksum
 from autopar.runtime.communicator import Communicator
-from autopar.runtime.engine import Engine, StepResult
+from autopar.runtime.engine import Engine
+from autopar.runtime.results import StepResult
 from autopar.runtime.threads import run_mesh
 from tests.models import VOCAB, tiny_llama
 from tests.runtime.cases import Setup, initial_parameters, make_batch, make_model, make_plan

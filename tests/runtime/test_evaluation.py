@@ -17,7 +17,8 @@ from autopar.ir.schedule import ActionKind
 from autopar.ir.schedules import forward_only
 from autopar.passes import lower_evaluation, lower_plan
 from autopar.runtime.communicator import Communicator
-from autopar.runtime.engine import Engine, EvalResult
+from autopar.runtime.engine import Engine
+from autopar.runtime.results import EvalResult
 from autopar.runtime.threads import run_mesh
 from tests.models import tiny_gpt2
 from tests.runtime.cases import (

@@ -13,7 +13,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import PrecisionName
 from autopar.passes import lower_plan
 from autopar.runtime.communicator import Communicator
-from autopar.runtime.engine import Engine, StepResult
+from autopar.runtime.engine import Engine
+from autopar.runtime.results import StepResult
 from autopar.runtime.threads import run_mesh
 from tests.runtime.cases import Setup
 from tests.runtime.harness import assert_parity, train_on_threads
