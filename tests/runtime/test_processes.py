@@ -26,6 +26,11 @@ def test_gloo_ranks_go_on_from_another_plans_checkpoint(tmp_path: Path):
     assert_all_succeed(run_processes(4, "checkpoint", str(tmp_path)))
 
 
+def test_gloo_ranks_send_each_other_the_tokens_of_their_experts(tmp_path: Path):
+    """Slow: starts processes."""
+    assert_all_succeed(run_processes(2, "dispatch", str(tmp_path)))
+
+
 @pytest.mark.parametrize("degrees", ["2,2,1", "1,2,2"])
 def test_an_exception_on_one_rank_ends_all_within_seconds(degrees: str):
     """Slow: starts processes. Ranks may wait for 60 s, and must not."""

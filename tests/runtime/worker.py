@@ -17,10 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from autopar.ir.errors import RankFailedError
+from autopar.ir.experts import expert_dispatch, routed_experts
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import ScheduleName
+from autopar.runtime.distributed_group import DistributedGroup
 from autopar.runtime.launch import connect
 from tests.runtime.cases import Setup, expected_of, make_batch, make_plan
 from tests.runtime.harness import assert_parity, lowered, make_engine, train
@@ -146,8 +150,51 @@ def failing_setup(degrees: str) -> Setup:
     return Setup(name="transformer", mesh=Mesh(pp=pp, dp_shard=dp, tp=tp), zero_stage=2)
 
 
+def dispatch(folder: str) -> None:
+    """Experts of two ranks, first with tokens for all of them, then with none for rank 1."""
+    rank, size = int(os.environ["RANK"]), 2
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    axis = DistributedGroup(name="ep", rank=rank, size=size, handle=dist.group.WORLD)
+    generator = torch.Generator().manual_seed(0)
+
+    def floats(*shape: int) -> Tensor:
+        made = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return made.requires_grad_()
+
+    hidden, weights, up, down = floats(4, 3, 5), floats(4, 3, 2), floats(4, 6, 5), floats(4, 5, 6)
+    for num_chosen in (4, 2):
+        ids = torch.randint(0, num_chosen, (4, 3, 2), generator=generator)
+        whole = routed_experts(hidden, ids, weights, up, down, activation="silu", gated=False)
+        expected = torch.autograd.grad(whole.square().sum(), (hidden, weights, up, down))
+        shards = [t.detach().chunk(size)[rank] for t in (hidden, weights, up, down)]
+        local = [shard.requires_grad_() for shard in shards]
+        tokens, of_tokens, first, second = local
+        found = expert_dispatch(
+            tokens,
+            ids.chunk(size)[rank],
+            of_tokens,
+            first,
+            second,
+            None,
+            None,
+            axis,
+            activation="silu",
+            gated=False,
+            transposed=False,
+            capacity_factor=None,
+        )
+        gradients = torch.autograd.grad(found.square().sum(), local)
+        torch.testing.assert_close(found, whole.chunk(size)[rank])
+        for gradient, wanted in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient, wanted.chunk(size)[rank])
+    dist.destroy_process_group()
+
+
 def prepare(name: str, arguments: list[str]) -> None:
     """What all ranks would do alike: capture and lower. No backward runs before the fork."""
+    if name == "dispatch":
+        return
     if name == "failing":
         setups = [failing_setup(arguments[-1])]
     else:

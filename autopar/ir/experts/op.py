@@ -73,28 +73,14 @@ def _kernel(
     hidden: Tensor,
     expert_ids: Tensor,
     expert_weights: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    *,
-    activation: str,
-    gated: bool,
-    transposed: bool = False,
+    *weights: Tensor | None,
     capacity_factor: float | None = None,
+    **settings: Any,
 ) -> Tensor:
-    weights = ExpertWeights(
-        up=up,
-        down=down,
-        up_bias=up_bias,
-        down_bias=down_bias,
-        activation=activation,
-        gated=gated,
-        transposed=transposed,
-    )
-    check_shapes(hidden, expert_ids, expert_weights, weights)
+    experts = _experts(*weights, **settings)
+    check_shapes(hidden, expert_ids, expert_weights, experts)
     return compute_experts(
-        hidden, expert_ids, expert_weights, weights, capacity_factor=capacity_factor
+        hidden, expert_ids, expert_weights, experts, capacity_factor=capacity_factor
     )
 
 
@@ -102,17 +88,27 @@ def _shape_only(
     hidden: Tensor,
     expert_ids: Tensor,
     expert_weights: Tensor,
-    up: Tensor,
-    down: Tensor,
+    *weights: Tensor | None,
+    capacity_factor: float | None = None,
+    **settings: Any,
+) -> Tensor:
+    check_shapes(hidden, expert_ids, expert_weights, _experts(*weights, **settings))
+    return torch.empty_like(hidden)
+
+
+def _experts(
+    up: Tensor | None,
+    down: Tensor | None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     *,
     activation: str,
     gated: bool,
     transposed: bool = False,
-    capacity_factor: float | None = None,
-) -> Tensor:
-    weights = ExpertWeights(
+) -> ExpertWeights:
+    assert up is not None
+    assert down is not None
+    return ExpertWeights(
         up=up,
         down=down,
         up_bias=up_bias,
@@ -121,8 +117,6 @@ def _shape_only(
         gated=gated,
         transposed=transposed,
     )
-    check_shapes(hidden, expert_ids, expert_weights, weights)
-    return torch.empty_like(hidden)
 
 
 def _differentiable(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
