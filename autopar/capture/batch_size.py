@@ -51,10 +51,12 @@ def _emitted(node: fx.Node, expression: Any, batch: fx.Node) -> fx.Node | None:
     """A tensor with the value of ``expression`` before ``node``; None if that is beyond sums,
     products and quotients of the size of ``batch``, an input.
     """
-    symbols = tuple(expression.free_symbols)
-    if len(symbols) != 1 or not str(symbols[0]).startswith("s"):  # u…: from values
+    symbols: set[Any] = set(expression.free_symbols)
+    if len(symbols) != 1:
         return None
-    symbol = symbols[0]
+    symbol = symbols.pop()
+    if not str(symbol).startswith("s"):  # u…: from values
+        return None
 
     def emitted(part: Any) -> fx.Node | float | None:
         if part == symbol:
