@@ -44,7 +44,7 @@ def count_sequences(flat: FlatGraph) -> None:
         facts = info(node).tensor
         if not facts.shape and facts.dtype != _NUMBER:  # else it would decide the result's type
             tensor = _scalar(node, _aten.to.dtype, (tensor, facts.dtype), facts.dtype)
-        node.args = (node.args[0], tensor, *node.args[2:])
+        node.update_arg(1, tensor)
 
 
 def _emitted(node: fx.Node, expression: Any, batch: fx.Node) -> fx.Node | None:
