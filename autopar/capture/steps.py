@@ -12,6 +12,7 @@ from autopar.capture.fingerprint import fingerprint
 from autopar.capture.fold import fold
 from autopar.capture.loss import normalize_loss
 from autopar.capture.masks import simplify_masks
+from autopar.capture.rows import pick_by_sequence
 from autopar.capture.slices import join_slices
 from autopar.capture.sources import Inputs, LossFn, meta_inputs, named_inputs
 from autopar.capture.unmerge import unmerge
@@ -60,6 +61,7 @@ def capture(
     flat = export_graph(model, inputs, loss_fn, compute_dtype, training=training)
     clean(flat)
     unmerge(flat)
+    pick_by_sequence(flat)
     simplify_masks(flat)  # before folding: a mask is large, and most are never needed
     fold_constants(flat)
     join_slices(flat)
