@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.ir.graph import ModelGraph
@@ -17,7 +17,7 @@ from autopar.passes import lower_plan
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.engine import Engine
 from autopar.runtime.threads import run_mesh
-from tests.zoo import ZOO, Batch
+from tests.zoo import ZOO, Batch, LossFn
 
 LOSS_ERROR = 1e-5
 GRADIENT_ERROR = 1e-4
@@ -46,8 +46,15 @@ def zoo_case(name: str, attention: str | None = None, *, batch_size: int = 8) ->
     """The case of a model; made once."""
     entry = ZOO[name]
     module, batch = entry.build(attention), entry.inputs(batch_size)
-    model = capture(module, entry.inputs(2), loss_fn=entry.loss_fn)
-    loss = entry.loss(module, batch)
+    return make_case(module, batch, entry.loss(module, batch), loss_fn=entry.loss_fn)
+
+
+def make_case(
+    module: nn.Module, batch: Batch, loss: Tensor, *, loss_fn: LossFn | None = None
+) -> ZooCase:
+    """The case of a module with its weights, and its eager ``loss`` of a global batch."""
+    example = {name: tensor[:2] for name, tensor in batch.items()}
+    model = capture(module, example, loss_fn=loss_fn)
     loss.backward()
     named = dict(module.named_parameters(remove_duplicate=False))
     return ZooCase(

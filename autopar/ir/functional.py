@@ -15,13 +15,17 @@ from autopar.ir.losses import require_below, sum_dtype, token_loss, vocab_token_
 __all__ = ["partial_mean", "sum_dtype", "token_loss", "vocab_embedding", "vocab_token_loss"]
 
 
-def vocab_embedding(weight: Tensor, ids: Tensor, axis: AxisGroup, padding_idx: int = -1) -> Tensor:
+def vocab_embedding(
+    weight: Tensor, ids: Tensor, axis: AxisGroup, padding_idx: int = -1, *, vocabulary: int
+) -> Tensor:
     """Embedding with the rows of ``weight`` sharded over ``axis``: the result is ``P``.
 
-    One rank knows each row. The row ``padding_idx``, if it is not negative, gets no gradient.
+    One rank knows each row of the ``vocabulary``; shards may be padded.
+
+    The row ``padding_idx``, if it is not negative, gets no gradient.
     """
     rows = weight.shape[0]
-    require_below(ids, rows * axis.size)
+    require_below(ids, vocabulary)
     local = ids - axis.rank * rows
     foreign = (local < 0) | (local >= rows)
     padding = padding_idx - axis.rank * rows

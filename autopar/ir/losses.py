@@ -65,16 +65,20 @@ def vocab_token_loss(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     weight: Tensor | None = None,
+    *,
+    vocabulary: int,
 ) -> tuple[Tensor, Tensor]:
-    """``token_loss`` with the vocabulary of ``logits`` and ``weight`` sharded over ``axis``.
+    """``token_loss`` with the ``vocabulary`` of ``logits`` and ``weight`` sharded over ``axis``.
 
-    No logits are gathered: ranks exchange a few numbers of each token. The results are ``I`` on the
-    axis.
+    No logits are gathered: ranks exchange a few numbers of each token. Shards may be padded: what
+    lies beyond the vocabulary is no class. The results are ``I`` on the axis.
     """
     valid = targets.masked_fill(targets == ignore_index, 0)
-    require_below(valid, logits.shape[-1] * axis.size)
+    require_below(valid, vocabulary)
+    if vocabulary < logits.shape[-1] * axis.size:
+        logits = logits.masked_fill(_padding(logits, axis, vocabulary), -torch.inf)
     loss, total = _VocabTokenLoss.apply(
-        logits, targets, axis, ignore_index, label_smoothing, weight
+        logits, targets, axis, ignore_index, label_smoothing, weight, vocabulary
     )
     return loss, total
 
@@ -95,6 +99,7 @@ class _VocabTokenLoss(torch.autograd.Function):
         ignore_index: int,
         smoothing: float,
         weight: Tensor | None,
+        vocabulary: int,
     ) -> tuple[Tensor, Tensor]:
         size = logits.shape[-1]
         dtype = sum_dtype(logits.dtype)
@@ -109,7 +114,8 @@ class _VocabTokenLoss(torch.autograd.Function):
         if weight is not None:
             exchanged.append(weight[local].to(dtype).masked_fill(~mine, 0))
         if smoothing:
-            weighted = shifted if weight is None else shifted * weight
+            weighted = shifted.masked_fill(_padding(logits, axis, vocabulary), 0)
+            weighted = weighted if weight is None else weighted * weight
             exchanged.append(weighted.sum(-1, dtype=dtype))
         softmax = shifted.exp_()
         exchanged.append(softmax.sum(-1, dtype=dtype))
@@ -120,11 +126,11 @@ class _VocabTokenLoss(torch.autograd.Function):
         losses = (1 - smoothing) * target_weight * (log_total - target_logit)
         ctx.weight_sum = None
         if smoothing:
-            ctx.weight_sum = _weight_sum(weight, size, axis)
+            ctx.weight_sum = _weight_sum(weight, vocabulary, axis)
             spread = ctx.weight_sum * log_total - others.pop()
-            losses = losses + smoothing / (size * axis.size) * spread
+            losses = losses + smoothing / vocabulary * spread
         ctx.save_for_backward(softmax, local, mine, valid, target_weight, weight)
-        ctx.spread = smoothing / (size * axis.size)
+        ctx.spread = smoothing / vocabulary
         ctx.smoothing = smoothing
         count = target_weight.masked_fill(~valid, 0).sum(dtype=dtype)
         ctx.mark_non_differentiable(count)
@@ -142,13 +148,19 @@ class _VocabTokenLoss(torch.autograd.Function):
             logits_gradient -= ctx.spread * (1.0 if weight is None else weight)
         logits_gradient.scatter_add_(-1, local.unsqueeze(-1), -hit)
         logits_gradient.mul_(valid.unsqueeze(-1)).mul_(gradient)
-        return logits_gradient, None, None, None, None, None
+        return logits_gradient, None, None, None, None, None, None
 
 
-def _weight_sum(weight: Tensor | None, size: int, axis: AxisGroup) -> float | Tensor:
+def _padding(logits: Tensor, axis: AxisGroup, vocabulary: int) -> Tensor:
+    """``[shard]``: True beyond the end of the vocabulary."""
+    size = logits.shape[-1]
+    return torch.arange(size, device=logits.device) + axis.rank * size >= vocabulary
+
+
+def _weight_sum(weight: Tensor | None, vocabulary: int, axis: AxisGroup) -> float | Tensor:
     """The sum of the weights of all classes."""
     if weight is None:
-        return float(size * axis.size)
+        return float(vocabulary)
     return axis.all_reduce(weight.sum().reshape(1)).squeeze(0)
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir.axis_group import AxisGroup
-from autopar.ir.placement import State, StateKind, parse_state, shard_sizes
+from autopar.ir.placement import State, StateKind, parse_state
 
 
 class Collective(Enum):
@@ -103,13 +103,21 @@ def transfer(tensor: Tensor, axis: AxisGroup, source: State, target: State) -> T
 
 
 def take_shard(tensor: Tensor, state: State, rank: int, num_ranks: int) -> Tensor:
-    """The shard of ``rank`` of a whole tensor: a view, or a copy where blocks must be joined."""
-    dim, blocks = state.dim, state.blocks
+    """The shard of ``rank`` of a whole tensor: a view, or a copy where blocks must be joined, or
+    zeros added to a padded one.
+    """
+    dim = state.dim
     size = tensor.shape[dim]
-    shares = shard_sizes(size, blocks, num_ranks)
+    shares = state.shares(size, num_ranks)
     assert shares is not None, (
         f"size {size} of dim {dim} does not divide into {state} over {num_ranks} ranks"
     )
+    if state.padded_size:
+        start = min(size, rank * shares[0])
+        held = tensor.narrow(dim, start, min(size - start, shares[0]))
+        missing = list(held.shape)
+        missing[dim] = shares[0] - held.shape[dim]
+        return torch.cat([held, held.new_zeros(missing)], dim) if missing[dim] else held
     pieces: list[Tensor] = []
     start = 0
     for share in shares:
@@ -119,8 +127,10 @@ def take_shard(tensor: Tensor, state: State, rank: int, num_ranks: int) -> Tenso
 
 
 def assemble(shards: tuple[Tensor, ...] | list[Tensor], state: State) -> Tensor:
-    """The whole tensor from the shards of all ranks, in order of rank."""
+    """The whole tensor from the shards of all ranks, in order of rank, without padding."""
     dim, blocks = state.dim, state.blocks
+    if state.padded_size:
+        return torch.cat(tuple(shards), dim).narrow(dim, 0, state.padded_size)
     if len(blocks) == 1:
         return torch.cat(tuple(shards), dim)
     unit = shards[0].shape[dim] // sum(blocks)
@@ -130,7 +140,7 @@ def assemble(shards: tuple[Tensor, ...] | list[Tensor], state: State) -> Tensor:
 
 def _stack_shards(tensor: Tensor, state: State, num_ranks: int) -> Tensor:
     """All ranks' shards of a whole tensor, one after the other along dim 0."""
-    if state.dim == 0 and len(state.blocks) == 1:
+    if state.dim == 0 and len(state.blocks) == 1 and not state.padded_size:
         return tensor.contiguous()
     return torch.cat([take_shard(tensor, state, rank, num_ranks) for rank in range(num_ranks)])
 

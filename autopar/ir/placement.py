@@ -11,6 +11,10 @@ state      value on the ranks of the axis       its gradient
 
 ``S(d, 4:1:1)`` shards each of the blocks that dim ``d`` consists of (in proportions 4:1:1), so that
 every rank holds a slice of every block: the fused query, key and value of attention, for example.
+
+``S(d, 50257 padded)`` shards a dim of 50257 that the ranks do not divide: each holds as many rows,
+and what the last ones have beyond the end is padding. Its values are finite and never read, and its
+gradient is zero: ops that would read it have no option with such states.
 """
 
 from __future__ import annotations
@@ -36,15 +40,17 @@ class StateKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """State of a tensor on one mesh axis. ``dim`` and ``blocks`` belong to sharded states only.
+    """State of a tensor on one mesh axis. All but ``kind`` belongs to sharded states only.
 
     ``blocks`` are the proportions of the logical blocks of the dim, in lowest terms; ``(1,)`` is
-    one block.
+    one block. ``padded_size`` is the logical size of a dim whose shards are padded to be equal,
+    0 where the dim divides.
     """
 
     kind: StateKind
     dim: int = -1
     blocks: tuple[int, ...] = (1,)
+    padded_size: int = 0
 
     @property
     def is_sharded(self) -> bool:
@@ -66,8 +72,18 @@ class State:
     def __str__(self) -> str:
         if not self.is_sharded:
             return self.kind.value
+        if self.padded_size:
+            return f"S({self.dim}, {self.padded_size} padded)"
         blocks = "" if self.blocks == (1,) else ", " + ":".join(map(str, self.blocks))
         return f"S({self.dim}{blocks})"
+
+    def shares(self, size: int, num_ranks: int) -> tuple[int, ...] | None:
+        """Sizes of one rank's slice of each block of a dim of ``size``, or None when they do not
+        divide evenly.
+        """
+        if self.padded_size:
+            return (-(-size // num_ranks),) if size == self.padded_size else None
+        return shard_sizes(size, self.blocks, num_ranks)
 
     __repr__ = __str__
 
@@ -87,18 +103,27 @@ def sharded(dim: int, blocks: Sequence[int] = (1,)) -> State:
     return State(StateKind.SHARDED, dim, tuple(block // divisor for block in blocks))
 
 
-_SHARDED_TEXT = re.compile(r"S\((\d+)(?:, ?(\d+(?::\d+)*))?\)")
+def padded(dim: int, size: int) -> State:
+    """The state ``S(dim, size padded)`` of a dim of ``size``."""
+    return State(StateKind.SHARDED, dim, padded_size=size)
+
+
+_SHARDED_TEXT = re.compile(r"S\((\d+)(?:, ?(\d+(?::\d+)*))?( padded)?\)")
 
 
 @functools.cache
 def parse_state(text: str) -> State:
-    """The state written as ``I``, ``R``, ``P``, ``S(1)`` or ``S(2, 4:1:1)``."""
+    """The state written as ``I``, ``R``, ``P``, ``S(1)``, ``S(2, 4:1:1)`` or ``S(0, 9 padded)``."""
     plain = {"I": INVARIANT, "R": REPLICATED, "P": PARTIAL}.get(text)
     if plain is not None:
         return plain
     match = _SHARDED_TEXT.fullmatch(text)
     if match is None:
         raise InputError(f"{text!r} is no state", hint="write I, R, P, S(dim) or S(dim, 1:1:1)")
+    if match[3]:
+        if not match[2] or not match[2].isdigit() or int(match[2]) < 1:
+            raise InputError(f"{text!r} is no state", hint="write S(dim, size padded)")
+        return padded(int(match[1]), int(match[2]))
     blocks = tuple(map(int, match[2].split(":"))) if match[2] else (1,)
     return sharded(int(match[1]), blocks)
 
@@ -132,7 +157,7 @@ def local_shape(
             continue
         if state.dim >= len(local):
             raise PlacementError(f"a tensor of shape {tuple(shape)} has no dim for {state}")
-        shares = shard_sizes(local[state.dim], state.blocks, num_ranks)
+        shares = state.shares(local[state.dim], num_ranks)
         if shares is None:
             raise PlacementError(
                 f"dim {state.dim} of size {local[state.dim]} does not divide into {state} over "

@@ -6,6 +6,7 @@ checked is each node by itself, each placement by itself, and that blocks agree 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from autopar.ir.layout import KindLayout, Layout, NodeTyping, describe, operands
 from autopar.ir.mesh import BATCH_AXES, LAYOUT_AXES
 from autopar.ir.move_path import is_legal_step
 from autopar.ir.moves import move
-from autopar.ir.placement import Placement, State, StateKind, shard_sizes
+from autopar.ir.placement import Placement, State, StateKind
 from autopar.ir.program import AXIS_HANDLE
 from autopar.ir.rules.core import (
     BlockPatterns,
@@ -180,12 +181,15 @@ def shared_factors_error(
     rule: Rule, options: Mapping[str, Option], *, degrees: Mapping[str, int], batch: int
 ) -> str | None:
     """Why the axes that split the same factor do not divide it together; None when they do."""
-    ranks: dict[str, int] = {}
+    axes: dict[str, list[str]] = {}
     for axis, option in options.items():
-        if option.factor is not None:
-            ranks[option.factor] = ranks.get(option.factor, 1) * degrees[axis]
-    for factor, num_ranks in ranks.items():
+        if option.factor is not None and degrees[axis] > 1:
+            axes.setdefault(option.factor, []).append(axis)
+    for factor, splitting in axes.items():
+        if len(splitting) == 1:
+            continue  # the option by itself divides it, or pads it
         size = evaluate(rule.sizes[factor], batch)
+        num_ranks = math.prod(degrees[axis] for axis in splitting)
         if size % num_ranks:
             return f"splits {factor}, of size {size}, over {num_ranks} ranks of all axes"
     return None
@@ -338,16 +342,18 @@ def placement_error(
     if len(placement) != len(LAYOUT_AXES):
         return f"there are {len(LAYOUT_AXES)} axes"
     sharded: dict[int, int] = {}
-    for axis, state in zip(LAYOUT_AXES, placement, strict=True):
+    for index, (axis, state) in enumerate(zip(LAYOUT_AXES, placement, strict=True)):
         if not state.is_sharded or degrees[axis] == 1:
             continue
         if state.dim >= len(tensor.shape):
             return f"it has {len(tensor.shape)} dims"
-        if state.dim in sharded and state.blocks != (1,):
+        if state.dim in sharded and (state.blocks != (1,) or state.padded_size):
             return f"axis {axis} cannot shard the blocks of a dim that an outer axis shards too"
+        if any(s.is_sharded and s.dim == state.dim and s.padded_size for s in placement[:index]):
+            return f"axis {axis} cannot shard a dim that an outer axis pads"
         size = sharded.get(state.dim)
         size = tensor.shape_at(batch)[state.dim] if size is None else size
-        shares = shard_sizes(size, state.blocks, degrees[axis])
+        shares = state.shares(size, degrees[axis])
         if shares is None:
             return f"{size} does not divide into {state} over {degrees[axis]} ranks of {axis}"
         sharded[state.dim] = sum(shares)

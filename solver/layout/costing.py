@@ -20,6 +20,7 @@ from autopar.solver.layout.problem import MoveCost
 
 Shape = tuple[int, ...]
 
+
 @dataclass(frozen=True, slots=True)
 class OpSeconds:
     """Seconds of an op under an option, and of the collectives inside its local form."""
@@ -49,7 +50,7 @@ class Coster:
         shape = found[1]
         if not state.is_sharded or self.group.size == 1:
             return shape
-        size = shape[state.dim] // self.group.size
+        size = -(-shape[state.dim] // self.group.size)
         return (*shape[: state.dim], size, *shape[state.dim + 1 :])
 
     def numel(self, tensor: TensorInfo, state: State) -> int:

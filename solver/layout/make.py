@@ -9,7 +9,7 @@ from torch import fx
 
 from autopar.ir.graph import BlockKind, Role, TensorInfo, info
 from autopar.ir.layout import operands_of
-from autopar.ir.placement import INVARIANT, REPLICATED, State, shard_sizes
+from autopar.ir.placement import INVARIANT, REPLICATED, State
 from autopar.ir.rules.core import Option, Rule, normal_state
 from autopar.ir.typecheck import kind_options
 from autopar.solver.costs.families import Family, family_of
@@ -224,10 +224,12 @@ class _Maker:
         if not state.is_sharded or size == 1:
             return True
         is_shared = any(other.is_sharded and other.dim == state.dim for other in outer)
-        if is_shared and len(state.blocks) > 1 and not grows(tensor.shape[state.dim]):
-            return False  # an inner axis knows nothing of blocks
+        if is_shared and not grows(tensor.shape[state.dim]):
+            padding = any(other.padded_size for other in (state, *outer) if other.is_sharded)
+            if padding or len(state.blocks) > 1:
+                return False  # an inner axis knows nothing of blocks or padding
         shape = self.coster.shape(tensor, INVARIANT)
-        return shard_sizes(shape[state.dim], state.blocks, size) is not None
+        return state.shares(shape[state.dim], size) is not None
 
     def compatible(self, option: Option, view: NodeView, rule: Rule) -> bool:
         """Whether an option can be had beside what typed axes chose for the node: of options beyond

@@ -101,7 +101,7 @@ class OuterAxes:
         shape = list(tensor.shape)
         for axis, state in zip(self.axes, states, strict=True):
             if state.is_sharded and not grows(shape[state.dim]):
-                shape[state.dim] //= axis.size
+                shape[state.dim] = -(-shape[state.dim] // axis.size)
             elif axis.divides_batch and not state.is_sharded:
                 shape = [
                     size if isinstance(size, int) else size.subs(BATCH, axis.size * BATCH)

@@ -55,7 +55,7 @@ def test_a_large_vocabulary_overflows_no_narrow_type(dtype: torch.dtype) -> None
 
     def loss(rank: int) -> tuple[Tensor, Tensor]:
         logits = torch.zeros(2, 2**16, dtype=dtype, requires_grad=True)
-        total, _ = vocab_token_loss(logits, targets, groups[rank])
+        total, _ = vocab_token_loss(logits, targets, groups[rank], vocabulary=2**17)
         total.backward()
         assert logits.grad is not None
         return total.detach(), logits.grad
@@ -74,10 +74,10 @@ def test_an_id_that_no_rank_has_is_an_error(wrong: int) -> None:
     ids, weight = torch.tensor([0, wrong]), torch.randn(4, 3)
 
     def embed(rank: int) -> Tensor:
-        return vocab_embedding(weight, ids, groups[rank])
+        return vocab_embedding(weight, ids, groups[rank], vocabulary=8)
 
     def loss(rank: int) -> Tensor:
-        return vocab_token_loss(torch.randn(2, 4), ids, groups[rank])[0]
+        return vocab_token_loss(torch.randn(2, 4), ids, groups[rank], vocabulary=8)[0]
 
     for function in (embed, loss):
         with pytest.raises(RuntimeError, match="not below 8"):

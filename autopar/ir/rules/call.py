@@ -98,6 +98,7 @@ class Call:
         additive: Iterable[str] = (),
         helpers: Mapping[str, str] | None = None,
         extra: Sequence[Option] = (),
+        paddable: Iterable[str] = (),
     ) -> Rule:
         """A rule from dims by argument name; what is said of absent tensors is left out."""
         dims: list[TensorDims] = [()] * len(self.operands)
@@ -114,6 +115,7 @@ class Call:
             additive=frozenset(self.indices(*additive)),
             helpers=helpers or {},
             extra=tuple(extra),
+            paddable=frozenset(paddable),
         )
 
     def text_rule(
@@ -126,6 +128,7 @@ class Call:
         helpers: Mapping[str, str] | None = None,
         extra: Sequence[Option] = (),
         sizes: Mapping[str, Size] | None = None,
+        paddable: Iterable[str] = (),
     ) -> Rule:
         """A rule from dims written as texts (see ``rules.text``), by argument name.
 
@@ -152,6 +155,7 @@ class Call:
             additive=additive,
             helpers=helpers,
             extra=extra,
+            paddable=paddable,
         )
 
 

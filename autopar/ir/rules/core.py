@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.graph import Size, TensorInfo, evaluate
-from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATED, State, shard_sizes, sharded
+from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATED, State, padded, shard_sizes, sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,9 @@ class Rule:
             factor is split.
         helpers: Factor → name of the local form that a split of it needs.
         extra: Per-axis options beyond the factors, as a function of nothing but the rule.
+        paddable: Factors that may be split unevenly, with padding (see ``placement``): the valid
+            part of a result depends on the valid part of operands only, and zero gradients of
+            padding stay zero. With any such factor ``extra`` options may be padded, too.
     """
 
     operands: tuple[TensorDims, ...]
@@ -79,6 +82,7 @@ class Rule:
     additive: frozenset[int] = frozenset()
     helpers: Mapping[str, str] = field(default_factory=dict)
     extra: tuple[Option, ...] = ()
+    paddable: frozenset[str] = frozenset()
 
     def prefix(self, dim: Dim, factor: str) -> int | None:
         """Product of the sizes of the factors outside ``factor`` in ``dim``; None when it depends
@@ -183,9 +187,12 @@ def options_of(
     for factor in rule.split_factors():
         size = evaluate(rule.sizes[factor], batch)
         for pattern in ((1,), *sorted(patterns.get(size, ()))):
-            if shard_sizes(size, pattern, axis_size) is None:
+            uneven = shard_sizes(size, pattern, axis_size) is None
+            if uneven and (factor not in rule.paddable or pattern != (1,)):
                 continue
             option = _split(rule, factor, pattern)
+            if option is not None and uneven:
+                option = _padded(option, operands, results, axis_size)
             if option is not None and _fits(option, operands, results, axis_size, batch):
                 found.append(option)
     num_operands, num_results = len(rule.operands), len(rule.results)
@@ -194,9 +201,12 @@ def options_of(
     for linear in rule.linear:
         states = tuple(PARTIAL if index in linear else REPLICATED for index in range(num_operands))
         found.append(Option(operands=states, results=(PARTIAL,) * num_results))
-    found.extend(
-        option for option in rule.extra if _fits(option, operands, results, axis_size, batch)
-    )
+    for extra in rule.extra:
+        option = extra
+        if rule.paddable and not _fits(extra, operands, results, axis_size, batch):
+            option = _padded(extra, operands, results, axis_size)
+        if option is not None and _fits(option, operands, results, axis_size, batch):
+            found.append(option)
     normal = (
         Option(
             operands=tuple(map(normal_state, option.operands, operands)),
@@ -245,6 +255,33 @@ def _split(rule: Rule, factor: str, pattern: tuple[int, ...]) -> Option | None:
     )
 
 
+PADDED_FROM = 16
+"""Only dims with at least so many elements for each rank are padded: little is wasted."""
+
+
+def _padded(
+    option: Option, operands: Sequence[TensorInfo], results: Sequence[TensorInfo], axis_size: int
+) -> Option | None:
+    """``option`` with padded shards; None where a dim is too small, grows, or has blocks."""
+
+    def pad(state: State, tensor: TensorInfo) -> State | None:
+        if not state.is_sharded:
+            return state
+        size = tensor.shape[state.dim]
+        if not isinstance(size, int) or len(state.blocks) > 1 or size < PADDED_FROM * axis_size:
+            return None
+        return padded(state.dim, size)
+
+    taken = [pad(state, tensor) for state, tensor in zip(option.operands, operands, strict=True)]
+    given = [pad(state, tensor) for state, tensor in zip(option.results, results, strict=True)]
+    states, made = [s for s in taken if s is not None], [s for s in given if s is not None]
+    if len(states) < len(taken) or len(made) < len(given):
+        return None
+    return Option(
+        operands=tuple(states), results=tuple(made), factor=option.factor, helper=option.helper
+    )
+
+
 def _state_of(
     rule: Rule, dims: TensorDims, factor: str, pattern: tuple[int, ...], lacking: State
 ) -> State | None:
@@ -268,8 +305,7 @@ def _fits(
         not state.is_sharded
         or (
             len(state.blocks) <= MAX_BLOCKS
-            and shard_sizes(evaluate(tensor.shape[state.dim], batch), state.blocks, axis_size)
-            is not None
+            and state.shares(evaluate(tensor.shape[state.dim], batch), axis_size) is not None
         )
         for state, tensor in pairs
     )

@@ -25,4 +25,5 @@ def _embedding(node: fx.Node) -> Rule:
         [f"{ids} n"],
         linear=[("weight",)],
         extra=() if scaled else (vocabulary,),
+        paddable="v",
     )

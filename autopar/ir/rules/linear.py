@@ -26,6 +26,7 @@ def _linear(node: fx.Node) -> Rule:
         ["b.. n" if out else "b.."],
         linear=[("input", "bias"), ("weight", "bias")],
         additive=["bias"],
+        paddable="n",
     )
 
 
@@ -43,6 +44,7 @@ def _matmul(node: fx.Node) -> Rule:
         {left: "b.. m k" if rows else "k", right: "b.. k n" if columns else "k"},
         ["b.. " + "m " * rows + "n" * columns],
         linear=[(left,), (right,)],
+        paddable="n",
     )
 
 

@@ -85,7 +85,7 @@ def local_form(
     """What ``node`` becomes under ``options``; see ``localize_node``."""
     require_compatible(node, options)
     if is_random(node):
-        return _random(node, options)
+        return _random(node, options, local_shapes[0])
     helped = {axis: option for axis, option in options.items() if option.helper is not None}
     names = {str(option.helper) for option in helped.values()}
     if names:
@@ -207,7 +207,9 @@ def _vocab_embedding(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
     call = Call(node)
     args = (call.argument("weight"), call.argument("indices"), AxisHandle(next(iter(helped))))
     padding = call.integer("padding_idx")
-    kwargs = {} if padding < 0 else {"padding_idx": padding}
+    kwargs = {"vocabulary": _static_size(call, "weight", 0)}
+    if padding >= 0:
+        kwargs["padding_idx"] = padding
     return LocalForm(target=functional.vocab_embedding, args=args, kwargs=kwargs)
 
 
@@ -219,7 +221,14 @@ def _vocab_token_loss(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
         AxisHandle(next(iter(helped))),
         *map(call.argument, ("ignore_index", "label_smoothing", "weight")),
     )
-    return LocalForm(target=functional.vocab_token_loss, args=args, kwargs={})
+    kwargs = {"vocabulary": _static_size(call, "logits", -1)}
+    return LocalForm(target=functional.vocab_token_loss, args=args, kwargs=kwargs)
+
+
+def _static_size(call: Call, name: str, dim: int) -> int:
+    size = call.shape(name)[dim]
+    assert isinstance(size, int), f"dim {dim} of {name} depends on the batch"
+    return size
 
 
 def _mean_loss(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
@@ -254,21 +263,18 @@ def _mean(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
     return LocalForm(target=functional.partial_mean, args=args, kwargs=kwargs)
 
 
-def _random(node: fx.Node, options: Mapping[str, Option]) -> LocalForm:
+def _random(node: fx.Node, options: Mapping[str, Option], local_shape: Shape) -> LocalForm:
     """Random numbers by logical position: ranks take their shards of what all would draw."""
     results = {axis: option.results[0] for axis, option in options.items()}
     shards = tuple((AxisHandle(axis), str(s)) for axis, s in results.items() if s.is_sharded)
-    target, args, kwargs = random_call(node, shards)
+    target, args, kwargs = random_call(node, shards, local_shape)
     return LocalForm(target=target, args=args, kwargs=kwargs)
 
 
 def _causal_attention(node: fx.Node, helped: Mapping[str, Option]) -> LocalForm:
     call = Call(node)
-    query = call.shape("query")
-    num_positions = query[-2]
-    assert isinstance(num_positions, int), "positions do not depend on the batch"
     kwargs = {
-        "num_positions": num_positions,
+        "num_positions": _static_size(call, "query", -2),
         "shards": tuple((AxisHandle(axis), str(o.results[0])) for axis, o in helped.items()),
         "scale": call.argument("scale"),
         "enable_gqa": call.argument("enable_gqa"),

@@ -30,7 +30,10 @@ def _token_loss(node: fx.Node) -> Rule:
         helper="vocab_token_loss",
     )
     return call.text_rule(
-        {"logits": "b.. !v", "targets": "b..", "weight": "!v"}, ["", ""], extra=(vocabulary,)
+        {"logits": "b.. !v", "targets": "b..", "weight": "!v"},
+        ["", ""],
+        extra=(vocabulary,),
+        paddable="v",
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 from torch._ops import OpOverload
@@ -10,6 +12,7 @@ from autopar.ir.rules.call import Call
 from autopar.ir.rules.core import Dim, Rule
 from autopar.ir.rules.reduction import plain_dims, wrapped
 from autopar.ir.rules.registry import register, register_tagged
+from autopar.ir.rules.text import parse_rule
 
 _aten = torch.ops.aten
 
@@ -64,7 +67,19 @@ def pointwise_rule(node: fx.Node, linear: Linear = ()) -> Rule:
     """The rule of a broadcasting op."""
     call = Call(node)
     names = call.tensor_names
-    return call.text_rule(dict.fromkeys(names, "d.."), ["d.."] * len(call.results), linear=linear)
+    rule = call.text_rule(dict.fromkeys(names, "d.."), ["d.."] * len(call.results), linear=linear)
+    return replace(rule, paddable=frozenset(rule.sizes)) if _is_finite_at_zero(node) else rule
+
+
+_FINITE = "add sub subtract rsub mul multiply neg tanh clone contiguous alias detach to _to_copy"
+
+
+def _is_finite_at_zero(node: fx.Node) -> bool:
+    """Whether padding, which starts as zeros, stays finite, with its gradient."""
+    assert isinstance(node.target, OpOverload)
+    name = node.target.overloadpacket.__name__
+    by_number = name in ("div", "divide", "true_divide") and Call(node).tensor("other") is None
+    return by_number or name in _FINITE.split()
 
 
 @register_tagged(torch.Tag.pointwise)
@@ -119,6 +134,14 @@ def _masked_fill(node: fx.Node) -> Rule:
     if call.tensor("value") is not None:
         return pointwise_rule(node, (("self", "value"),))
     return pointwise_rule(node, (("self",),) if call.argument("value") == 0 else ())
+
+
+@register(_aten.broadcast_tensors.default)
+def _broadcast(node: fx.Node) -> Rule:
+    call = Call(node)
+    dims = ", ".join(["d.."] * len(call.operands))
+    everything = range(len(call.operands))
+    return parse_rule(f"{dims} -> {dims}", call.operands, call.results, linear=[everything])
 
 
 @register(_aten.fill)

@@ -49,7 +49,7 @@ def _permute(node: fx.Node) -> Rule:
     num_dims = len(call.operands[0].shape)
     dims, sizes = plain_dims(call)
     result = tuple(dims[place] for place in _permutation(call, num_dims))
-    return call.rule({"self": dims}, [result], sizes, linear=[("self",)])
+    return call.rule({"self": dims}, [result], sizes, linear=[("self",)], paddable=sizes)
 
 
 def _permutation(call: Call, num_dims: int) -> Sequence[int]:
