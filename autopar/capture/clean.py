@@ -29,7 +29,7 @@ from autopar.capture.flat import (
 )
 from autopar.capture.promote import cast_integers
 from autopar.ir.graph import NodeInfo, Role, Size, TensorInfo, info, set_info
-from autopar.ir.rules.registry import has_rule
+from autopar.ir.rules.random import has_logical_form
 from autopar.ir.shapes import with_shape, writes_shape
 
 _aten = torch.ops.aten
@@ -51,7 +51,7 @@ def clean(flat: FlatGraph) -> None:
         _mark_gradient(node)
         _drop_device(node)
         cast_integers(node)
-        if is_random(node) and not (node.all_input_nodes and has_rule(node)):
+        if is_random(node) and not has_logical_form(node):
             raise refuse(
                 node,
                 "the model draws random numbers in a way that ranks cannot agree on",
@@ -199,6 +199,17 @@ def _drop_detach(node: fx.Node) -> None:
 def _drop_dropout(node: fx.Node) -> None:
     if argument(node, 1, "p", 0.5) == 0 or not argument(node, 2, "train", True):
         _drop(node)
+
+
+def _from_nothing(node: fx.Node) -> None:
+    """``x.new_zeros(size)`` takes nothing from ``x`` but its dtype, which the call then names."""
+    shape, dtype = _shape(node), _tensor(node).dtype
+    fill = _NEW[node.target] if node.target in _NEW else argument(node, 2, "fill_value", 0)
+    node.target = _aten.full.default
+    node.args, node.kwargs = (_sentinels(shape), fill), {"dtype": dtype}
+
+
+_NEW: dict[Any, int] = {_aten.new_zeros.default: 0, _aten.new_ones.default: 1}
 
 
 def _drop_empty(node: fx.Node) -> None:
@@ -478,6 +489,9 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     _aten.cat.default: _drop_empty,
     _aten.concat.default: _drop_empty,
     _aten.concatenate.default: _drop_empty,
+    _aten.new_zeros.default: _from_nothing,
+    _aten.new_ones.default: _from_nothing,
+    _aten.new_full.default: _from_nothing,
     _aten.slice.Tensor: _normalize_slice,
     _aten.histc.default: _count_bins,
     _aten.to.dtype: _normalize_cast,

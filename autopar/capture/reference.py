@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from autopar.capture.host import HOST
 from autopar.ir.errors import InputError
-from autopar.ir.graph import BlockKind, ModelGraph, Role, ValueId, activation
+from autopar.ir.graph import BlockKind, ModelGraph, Role, ValueId, activation, info
 from autopar.ir.randomness import Drawing, drawing
 from autopar.ir.rules.random import is_random, random_call
 from autopar.ir.shapes import call_at
@@ -58,14 +58,14 @@ def run_kind(kind: BlockKind, operands: list[Tensor], batch: int) -> tuple[Tenso
     values: dict[fx.Node, Any] = dict(zip(kind.placeholders, operands, strict=True))
     for node in kind.graph.nodes:
         if node.op == "call_function":
-            values[node] = (
-                _draw(node, values) if is_random(node) else call_at(node, values.__getitem__, batch)
-            )
+            values[node] = _call(node, values, batch)
     return tuple(values[node] for node in kind.outputs)
 
 
-def _draw(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    target, args, kwargs = random_call(node, ())
+def _call(node: fx.Node, values: Mapping[fx.Node, Any], batch: int) -> Any:
+    if not is_random(node):
+        return call_at(node, values.__getitem__, batch)
+    target, args, kwargs = random_call(node, (), info(node).tensor.shape_at(batch))
     return target(*fx.map_arg(args, values.__getitem__), **fx.map_arg(kwargs, values.__getitem__))
 
 

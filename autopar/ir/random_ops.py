@@ -69,6 +69,19 @@ def sampled(
     return _drawn(sample, like.shape, dtype, like.device, position)
 
 
+def made(
+    law: str,
+    parameters: Sequence[float],
+    size: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+    **position: Any,
+) -> Tensor:
+    """``sampled`` of local shape ``size``, where no tensor says on which device."""
+    place = torch.empty(0).device if device is None else torch.device(device)
+    return sampled(torch.empty(1, device=place).expand(size), law, parameters, dtype, **position)
+
+
 def attention_with_dropout(
     query: Tensor,
     key: Tensor,
@@ -110,6 +123,7 @@ FORMS: frozenset[Callable[..., Tensor]] = frozenset(
         rrelu,
         bernoulli,
         sampled,
+        made,
         attention_with_dropout,
     }
 )

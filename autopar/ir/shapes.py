@@ -16,6 +16,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autopar.ir.graph import info
+from autopar.ir.random_ops import made
 
 _aten = torch.ops.aten
 
@@ -35,6 +36,8 @@ _SHAPE_POSITION: dict[Any, int] = {
     _aten.full.default: 0,
     _aten.rand.default: 0,
     _aten.randn.default: 0,
+    _aten.randint.default: 1,
+    _aten.randint.low: 2,
 }
 """Position of the argument that is the shape of the result."""
 
@@ -48,6 +51,8 @@ def writes_shape(target: object) -> bool:
 
 def makes_from_nothing(node: fx.Node) -> bool:
     """True if ``node`` makes a tensor from no other: it has to be told on which device."""
+    if node.target is made:
+        return True
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     arguments = node.target._schema.arguments  # pyright: ignore[reportPrivateUsage]

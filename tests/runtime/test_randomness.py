@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.ir.axis_group import AxisGroup
 from autopar.ir.mesh import Mesh
@@ -20,6 +20,7 @@ from autopar.ir.randomness import Drawing, draw, drawing
 from autopar.passes.verify_shapes import ShapeGroup
 from tests.runtime.cases import Setup
 from tests.runtime.harness import assert_parity, train_on_threads
+from tests.runtime.laid_out import assert_equals_reference, laid_out
 
 LAYOUTS = [
     Setup(mesh=Mesh()),
@@ -43,6 +44,51 @@ def test_dropout_training_equals_one_device(setup: Setup) -> None:
     """
     setup = replace(setup, name="dropout")
     assert_parity(setup, train_on_threads(setup, 2)[0], 2)
+
+
+class Unlike(nn.Module):
+    """Random numbers that no tensor lends its shape to: the layer is dropped for some sequences,
+    noise is the same for all, and integers choose rows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.table = nn.Embedding(5, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keep = (torch.rand(x.shape[0], 1, 1, device=x.device) < 0.5).to(x.dtype)
+        noise = torch.randn(x.shape[1], 8, device=x.device)
+        chosen = self.table(torch.randint(5, (x.shape[0], x.shape[1]), device=x.device))
+        return x + keep * self.linear(x) + 0.1 * noise + chosen
+
+
+class Depth(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Unlike() for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x - y).square().mean()
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(mesh=Mesh(tp=2)),
+        Setup(mesh=Mesh(pp=2), recompute="full"),
+        Setup(mesh=Mesh(dp_shard=2), zero_stage=3, recompute="full"),
+    ],
+    ids=str,
+)
+def test_numbers_without_a_tensor_have_a_place_too(setup: Setup) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batch = {name: torch.randn(4, 6, 8, generator=generator) for name in ("x", "y")}
+    torch.manual_seed(0)
+    case = laid_out(Depth(), batch, setup, micro_batch_size=1)
+    assert_equals_reference(case, batch)
 
 
 NOW = Drawing(seed=3, step=5, sequences=(8, 9, 2, 3), block=1)

@@ -181,7 +181,7 @@ def test_attention_with_dropout_keeps_its_scores() -> None:
     )
     node = sample_node(sample).node
     shapes = [tuple(tensor.shape) for tensor in tensors]
-    target, args, kwargs = random_call(node, ())
+    target, args, kwargs = random_call(node, (), ())
     values = dict(zip(operands_of(node), tensors, strict=True))
     kept = Keeps(tensors)
     with drawing(Drawing(seed=0, step=0, sequences=())), kept:

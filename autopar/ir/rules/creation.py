@@ -14,9 +14,10 @@ _aten = torch.ops.aten
 
 
 @register(_aten.zeros, _aten.ones, _aten.full, _aten.empty)
+@register(_aten.rand, _aten.randn, _aten.randint)
 @register(_aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty)
 def _constant(node: fx.Node) -> Rule:
-    """``new_…`` read only dtype and device of their operand."""
+    """``new_…`` read only dtype and device of their operand; random numbers have their place."""
     call = Call(node)
     (result,) = call.results
     sizes = {f"d{dim}": whole_size(size) for dim, size in enumerate(result.shape)}

@@ -33,15 +33,23 @@ def is_random(node: fx.Node) -> bool:
 def require_drawable(node: fx.Node) -> None:
     """Raise ``PlacementError`` if ``node`` draws numbers that have no logical position."""
     if is_random(node):
-        random_call(node, ())
+        random_call(node, (), ())
 
 
-def random_call(node: fx.Node, shards: Sequence[tuple[Any, str]]) -> RandomCall:
+def has_logical_form(node: fx.Node) -> bool:
+    """True for random ops whose numbers can be drawn by logical position."""
+    return node.target in _FORMS
+
+
+def random_call(
+    node: fx.Node, shards: Sequence[tuple[Any, str]], size: Sequence[int]
+) -> RandomCall:
     """What a random op becomes on a rank.
 
     Args:
         shards: What stands for each axis that shards the result, the outermost first, and the
             result's state on it.
+        size: Shape of the result on a rank.
 
     Raises:
         PlacementError: The numbers have no logical position.
@@ -49,6 +57,8 @@ def random_call(node: fx.Node, shards: Sequence[tuple[Any, str]]) -> RandomCall:
     if node.target not in _FORMS:
         raise _not_drawable(node, "this op's numbers depend on how it is computed")
     target, args, kwargs = _FORMS[node.target](Call(node))
+    if target is random_ops.made:
+        kwargs = {**kwargs, "size": list(size)}
     drawn = _drawn_shape(node)
     shape, batch_dim = _per_sequence(node, drawn)
     position = {"op": node.name, "shape": shape, "batch_dim": batch_dim, "shards": tuple(shards)}
@@ -134,6 +144,16 @@ def _law(name: str, *parameters: str | float) -> Callable[[Call], RandomCall]:
     return form
 
 
+def _made(name: str, *parameters: str | float) -> Callable[[Call], RandomCall]:
+    """As ``_law``, for an op that is told a shape."""
+
+    def form(call: Call) -> RandomCall:
+        values = tuple(call.argument(p) if isinstance(p, str) else p for p in parameters)
+        return random_ops.made, (name, values), {"dtype": call.results[0].dtype}
+
+    return form
+
+
 def _attention(call: Call) -> RandomCall:
     """Attention that is not fused: dropout inside a fused kernel depends on its blocking."""
     names = ("query", "key", "value", "dropout_p")
@@ -157,6 +177,10 @@ _FORMS: dict[Any, Callable[[Call], RandomCall]] = {
     _aten.randn_like.default: _law("normal", 0.0, 1.0),
     _aten.randint_like.default: _law("random", 0, "high"),
     _aten.randint_like.low_dtype: _law("random", "low", "high"),
+    _aten.rand.default: _made("uniform", 0.0, 1.0),
+    _aten.randn.default: _made("normal", 0.0, 1.0),
+    _aten.randint.default: _made("random", 0, "high"),
+    _aten.randint.low: _made("random", "low", "high"),
     _aten.uniform.default: _law("uniform", "from", "to"),
     _aten.normal_functional.default: _law("normal", "mean", "std"),
     _aten.exponential.default: _law("exponential", "lambd"),

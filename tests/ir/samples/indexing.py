@@ -9,7 +9,7 @@ from autopar.testing.prove import Fixed, Sample
 from tests.ir.samples.source import Source, call, sample
 
 
-@sample("zeros", "ones")
+@sample("zeros", "ones", "rand", "randn")
 def _constant(source: Source, name: str) -> Sample:
     return call(name, source.shape(), dtype=torch.float64)
 
