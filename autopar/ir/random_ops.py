@@ -79,7 +79,7 @@ def made(
 ) -> Tensor:
     """``sampled`` of local shape ``size``, where no tensor says on which device."""
     place = torch.empty(0).device if device is None else torch.device(device)
-    return sampled(torch.empty(1, device=place).expand(size), law, parameters, dtype, **position)
+    return sampled(torch.empty((), device=place).expand(size), law, parameters, dtype, **position)
 
 
 def attention_with_dropout(
