@@ -47,6 +47,8 @@ def _table(found: api.Coverage) -> str:
         f"rules split {found.split_flops_fraction:.2%} of matmul FLOPs at tp 2",
     ]
     lines += [f"not split: {op} at {source}: {share:.2%}" for op, source, share in found.unsplit]
+    if found.without_rule:
+        lines.append("a rule lets an op be split: see autopar.register_rule")
     return "\n".join(lines)
 
 

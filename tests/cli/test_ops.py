@@ -51,6 +51,7 @@ def test_an_op_without_a_rule_is_told_with_its_cost_and_line(
     (row,) = (line for line in done.out.splitlines() if line.startswith("aten.cummax"))
     assert "none: replicated, costs" in row
     assert "mine.py:4" in row
+    assert done.out.rstrip().endswith("see autopar.register_rule")
     document = json.loads(run(capfd, "ops", "mine:model", "--json").out)
     assert [entry["op"] for entry in document["without_rule"]] == ["aten.cummax.default"]
     assert document["without_rule"][0]["replicated_seconds"] > 0

@@ -69,6 +69,10 @@ _JOINT = (
     "add.Tensor",
     "repeat",
     "routed_experts",
+    "conv2d",
+    "scatter_add",
+    "cross_entropy_loss",
+    "mse_loss",
 )
 
 

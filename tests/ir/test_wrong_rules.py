@@ -63,6 +63,18 @@ LOSS = Sample(
     target=functional.token_loss, args=(floats(6, 8), torch.tensor([0, 3, -100, 7, 5, 1]))
 )
 
+EXPERTS = Sample(
+    target=torch.ops.autopar.routed_experts.default,
+    args=(
+        floats(2, 4, 3),
+        torch.tensor([[[0], [1], [0], [1]], [[1], [1], [1], [0]]]),
+        floats(2, 4, 1),
+        floats(2, 4, 3),
+        floats(2, 3, 4),
+    ),
+    kwargs={"activation": "silu", "gated": False, "capacity_factor": 0.5},
+)
+
 WRONG: dict[str, tuple[Sample, Callable[[fx.Node], Rule]]] = {
     "a softmax row is split": (
         Sample(target=_aten.softmax.int, args=(X, -1)),
@@ -128,6 +140,34 @@ WRONG: dict[str, tuple[Sample, Callable[[fx.Node], Rule]]] = {
         changed(
             extra=(Option(operands=(sharded(1), R), results=(R, R), helper="vocab_token_loss"),)
         ),
+    ),
+    "experts take the tokens of others": (
+        EXPERTS,
+        changed(
+            extra=(Option(operands=(R, R, R, sharded(0), sharded(0)), results=(P,)),),
+        ),
+    ),
+    "a sequence is split that shares a capacity": (EXPERTS, changed(unsplittable=frozenset())),
+    "a mean of shards counts invalid tokens alike": (
+        Sample(
+            target=_aten.cross_entropy_loss.default,
+            args=(floats(4, 3), torch.tensor([0, 1, -100, 2]), None, 1, -100),
+        ),
+        changed(helpers=dict.fromkeys(("b", "c"), "mean_loss")),
+    ),
+    "overlapping patches are split": (
+        Sample(
+            target=_aten.conv1d.default,
+            args=(floats(2, 3, 8), floats(4, 3, 4), None, [2], [1]),
+        ),
+        written("b c (y q), n c _ -> b n y"),
+    ),
+    "the last of several writers is each rank's own": (
+        Sample(
+            target=_aten.index_copy.default,
+            args=(floats(4, 3), 0, torch.tensor([1, 1]), floats(2, 3)),
+        ),
+        changed(unsplittable=frozenset()),
     ),
     "the vocabulary is split without a helper": (
         Sample(target=_aten.embedding.default, args=(W, torch.tensor([0, 1, 2, 1]))),

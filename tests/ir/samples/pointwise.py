@@ -212,3 +212,10 @@ def _complex(source: Source, name: str) -> Sample:
     if name in ("view_as_real", "real"):
         return call(name, torch.complex(source.floats(*shape), source.floats(*shape)))
     return call(name, source.positive(*shape), source.floats(*shape))
+
+
+@sample("broadcast_tensors")
+def _broadcast(source: Source) -> Sample:
+    shape = source.shape()
+    tensors = [source.floats(*source.broadcastable(shape)) for _ in range(source.number(1, 3))]
+    return call("broadcast_tensors", tensors)
