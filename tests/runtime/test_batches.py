@@ -116,9 +116,15 @@ def labelled(counts: tuple[int, ...]) -> Batch:
     ids=str,
 )
 @pytest.mark.parametrize(
-    "mesh", [Mesh(), Mesh(dp_shard=2), Mesh(pp=2), Mesh(tp=2)], ids=["one", "dp", "pp", "tp"]
+    ("mesh", "precision"),
+    [
+        (Mesh(), "bf16"),
+        (Mesh(dp_shard=2), "fp32"),
+        (Mesh(pp=2), "fp32"),
+        (Mesh(tp=2), "fp32"),
+    ],
+    ids=["one", "dp", "pp", "tp"],
 )
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_micro_batches_weigh_by_their_valid_tokens(
     counts: tuple[int, ...], mesh: Mesh, precision: str
 ) -> None:
