@@ -12,6 +12,7 @@ slow cores and free links, on which work that can be divided is.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -32,18 +33,34 @@ from autopar.runtime.engine import Engine
 from autopar.runtime.threads import run_mesh
 from autopar.solver import Cluster, solve
 from autopar.solver.coverage import coverage_of
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a script finds its own folder only
 from tests.zoo import ZOO, Batch, ZooModel
 
 HARDWARE = Path(__file__).parents[1] / "solver" / "hardware" / "cpu-local.toml"
 BATCH = 4
-ONE = {"tp": 1, "pp": 1, "dp_shard": 1, "dp_replicate": 1}
-LAYOUTS: Mapping[str, Mapping[str, int]] = {
-    "tp 2": {**ONE, "tp": 2},
-    "tp 4": {**ONE, "tp": 4},
-    "dp 2, ZeRO 3": {**ONE, "dp_shard": 2, "zero_stage": 3},
-    "pp 2 × tp 2": {**ONE, "pp": 2, "tp": 2},
-    "cp 2": {**ONE, "cp": 2},
-    "ep 2": {**ONE, "ep": 2},
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Pinned degrees, all others 1, and the letter that the table has for them."""
+
+    letter: str
+    pin: Mapping[str, int]
+
+
+def _layout(letter: str, **degrees: int) -> Layout:
+    ones = {"tp": 1, "pp": 1, "dp_shard": 1, "dp_replicate": 1}
+    return Layout(letter=letter, pin={**ones, **degrees})
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "tp 2": _layout("T", tp=2),
+    "tp 4": _layout("Q", tp=4),
+    "dp 2 with ZeRO 3": _layout("Z", dp_shard=2, zero_stage=3),
+    "pp 2 × tp 2": _layout("P", pp=2, tp=2),
+    "cp 2": _layout("C", cp=2),
+    "ep 2": _layout("E", ep=2),
 }
 EXPERTS = ("mixtral", "qwen3_moe")
 
@@ -60,6 +77,7 @@ class Row:
     num_ops: int
     without_rule: Sequence[str]
     split: float
+    sharded: float
     run: Sequence[str]
     refused: Mapping[str, str]
     worst: float
@@ -111,15 +129,18 @@ def measure(model: ZooModel, attention: str, hardware: str) -> Row:
     expected.backward()
     run: list[str] = []
     refused: dict[str, str] = {}
-    worst = loss = 0.0
-    for name, pin in LAYOUTS.items():
-        if "ep" in pin and model.name not in EXPERTS:
+    worst = loss = sharded = 0.0
+    for name, layout in LAYOUTS.items():
+        if "ep" in layout.pin and model.name not in EXPERTS:
             continue
         try:
-            found, gradients = train(graph, plan_for(graph, hardware, pin), module, batch)
+            plan = plan_for(graph, hardware, layout.pin)
+            found, gradients = train(graph, plan, module, batch)
         except AutoparError as error:
             refused[name] = str(error).partition("\n")[0]
             continue
+        if name == "tp 2":
+            sharded = share_sharded(plan)
         run.append(name)
         worst = max(worst, worst_error(module, gradients))
         loss = max(loss, abs(found - expected.item()))
@@ -127,10 +148,11 @@ def measure(model: ZooModel, attention: str, hardware: str) -> Row:
     return Row(
         model=model.name,
         attention=attention,
-        blocks=" + ".join(map(str, counts)),
+        blocks=" ".join(map(str, counts)),
         num_ops=len({use.op for use in coverage.uses}),
         without_rule=sorted({use.op for use in coverage.uses if use.rule is None}),
         split=coverage.split_flops / coverage.matmul_flops,
+        sharded=sharded,
         run=run,
         refused=refused,
         worst=worst,
@@ -141,7 +163,7 @@ def measure(model: ZooModel, attention: str, hardware: str) -> Row:
 def plan_for(graph: ModelGraph, hardware: str, pin: Mapping[str, int]) -> Plan:
     """The best plan with these degrees."""
     degrees = [pin.get(axis, 1) for axis in ("tp", "pp", "dp_shard", "cp", "ep")]
-    num_ranks = int(torch.tensor(degrees).prod())
+    num_ranks = math.prod(degrees)
     return solve(
         graph,
         Cluster(hardware, gpus_per_node=num_ranks),
@@ -159,6 +181,16 @@ def plan_for(graph: ModelGraph, hardware: str, pin: Mapping[str, int]) -> Plan:
         pin=dict(pin),
         describe_moves=plan_moves,
     )
+
+
+def share_sharded(plan: Plan) -> float:
+    """The part of all matrices' entries that the plan shards over the tensor axis."""
+    axis = plan.layout_axes.index("tp")
+    counts = {True: 0, False: 0}
+    for parameter in plan.parameters.values():
+        if len(parameter.shape) > 1:
+            counts[parameter.placement[axis].startswith("S")] += math.prod(parameter.shape)
+    return counts[True] / sum(counts.values())
 
 
 def train(
@@ -193,6 +225,7 @@ def worst_error(module: nn.Module, gradients: Mapping[str, Tensor]) -> float:
 
 def page(rows: Sequence[Row]) -> str:
     """The page in markdown."""
+    meshes = ", ".join(f"**{layout.letter}** {name}" for name, layout in LAYOUTS.items())
     lines = [
         "# Models",
         "",
@@ -200,27 +233,35 @@ def page(rows: Sequence[Row]) -> str:
         "`tests/zoo.py`: each family at 2 to 4 layers with random weights, in fp32.",
         "",
         "- *blocks*: how many blocks of each kind the captured model has",
-        "- *ops*: distinct ops, and how many of them have no rule and would be replicated",
+        "- *ops*: distinct ops; *no rule*: those of them that would be replicated",
         "- *split*: the share of matmul FLOPs that rules can split at tp 2",
-        f"- *layouts run*: meshes on which a step of {BATCH} sequences ran on simulated ranks,",
-        "  under the solver's plan for slow cores and free links, so that what can be divided is",
-        "- *errors*: the worst of ‖Δg‖ / max(‖g‖, 1e-3 · largest ‖g‖) over all parameters and",
-        "  layouts, and the worst difference of the loss, against the module run by eager PyTorch",
+        "- *sharded*: the share of the entries of all matrices that the plan for tp 2 shards",
+        f"- *run*: meshes on which a step of {BATCH} sequences ran on simulated ranks, under the",
+        "  solver's plan for slow cores and free links, so that what can be divided is:",
+        f"  {meshes}",
+        "- *Δg*: the worst of ‖Δg‖ / max(‖g‖, 1e-3 · largest ‖g‖) over all parameters and meshes,",
+        "  and *Δloss* that of the loss, against the module run by eager PyTorch on one device",
         "",
-        "| model | attention | blocks | ops | without rule | split | layouts run | gradient error "
-        "| loss error |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | attention | blocks | ops | no rule | split | sharded | run | Δg | Δloss |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        without = ", ".join(f"`{op}`" for op in row.without_rule) or "0"
+        run = " ".join(LAYOUTS[name].letter for name in row.run)
         lines.append(
-            f"| {row.model} | {row.attention} | {row.blocks} | {row.num_ops} | {without} | "
-            f"{row.split:.1%} | {'; '.join(row.run)} | {row.worst:.1e} | {row.loss:.1e} |"
+            f"| {row.model} | {row.attention} | {row.blocks} | {row.num_ops} "
+            f"| {len(row.without_rule)} | {row.split:.1%} | {row.sharded:.0%} | {run} "
+            f"| {row.worst:.1e} | {row.loss:.1e} |"
         )
-    refused = [(row, name, why) for row in rows for name, why in row.refused.items()]
-    if refused:
-        lines += ["", "Refused at plan time:", ""]
-        lines += [f"- {row.model}, {row.attention}, {name}: {why}" for row, name, why in refused]
+    notes = [
+        *(f"- {row.model}: `{op}` has no rule" for row in rows for op in row.without_rule),
+        *(
+            f"- {row.model}, {row.attention}, {name} is refused at plan time: {why}"
+            for row in rows
+            for name, why in row.refused.items()
+        ),
+    ]
+    if notes:
+        lines += ["", *dict.fromkeys(notes)]
     lines += ["", f"torch {torch.__version__}, transformers {transformers.__version__}."]
     return "\n".join(lines)
 
