@@ -266,7 +266,8 @@ def _family(candidate: Candidate) -> tuple[int, int, int]:
 
 
 def _sequence_length(model: ModelGraph) -> int | None:
+    """Dim 1 of the first input that has sequences; images and their like have none."""
     for tensor in model.inputs.values():
-        if len(tensor.shape) > 1 and isinstance(tensor.shape[1], int):
+        if 1 < len(tensor.shape) < 4 and isinstance(tensor.shape[1], int):
             return tensor.shape[1]
     return None
