@@ -227,6 +227,8 @@ def _certificate(result: SearchResult, best: Solved, seconds: float) -> Certific
         if status == "optimal"
         else f"proved within {gap:.2%} of the optimum of this cost model"
     )
+    if any(candidate.cp * candidate.ep > 1 for candidate in result.bounds):
+        statement += ", context and expert axes typed each by itself"
     return Certificate(
         status=status,
         objective_s=best.step_s,

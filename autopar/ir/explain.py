@@ -54,7 +54,12 @@ def _decisions(plan: Plan) -> str:
         (
             "mesh",
             f"pipeline {mesh.pp} × data {mesh.dp_replicate} (replicate) × {mesh.dp_shard} (shard) "
-            f"× tensor {mesh.tp}",
+            + "".join(
+                f"× {name} {size} "
+                for name, size in (("context", mesh.cp), ("expert", mesh.ep))
+                if size > 1
+            )
+            + f"× tensor {mesh.tp}",
         ),
         ("batch", _batch(plan)),
         (
