@@ -14,8 +14,8 @@ from tests.cli.helpers import BATCH, SEQ, VOCAB, assert_refused, run, write_conf
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"model_type": "clip"}', "no causal language model"),
-        ('{"model_type": "resnet"}', "no causal language model"),
+        ('{"model_type": "detr"}', "no model of model_type 'detr'"),
+        ('{"model_type": "resnet"}', "no image_size"),
         ('{"model_type": "no-such"}', "model_type is 'no-such'"),
         ('{"hidden_size": 8}', "model_type is None"),
         ("[1, 2]", "no transformer config"),
