@@ -146,3 +146,32 @@ def test_every_rank_of_a_layered_70b_pipeline_runs(llama_70b: Planned):
     assert (planned.plan.mesh.pp, planned.plan.mesh.dp_shard, planned.plan.mesh.tp) == (8, 8, 8)
     assert planned.plan.batch.num_micro_batches == 4
     rehearse_every_role(planned)
+
+
+def test_every_rank_of_context_parallel_stages_runs(llama_8b: Planned):
+    """Positions over 4 ranks, heads over 2, ZeRO over data and context ranks."""
+    pin: dict[str, int | str] = {"pp": 2, "cp": 4, "tp": 2, "zero_stage": 3}
+    planned = plan_model("llama-3-8b", nodes=4, global_batch_size=8, model=llama_8b.model, pin=pin)
+    plan = planned.plan
+    assert (plan.mesh.cp, plan.mesh.dp_shard) == (4, 2)
+    sent = {move.forward for move in plan.moves if move.axis == "cp"}
+    assert sent & {"all_gather", "all_to_all"}, "attention needs keys of all positions"
+    weights = [p.placement[plan.layout_axes.index("cp")] for p in plan.parameters.values()]
+    assert set(weights) == {"R"}
+    rehearse_every_role(planned)
+
+
+def test_mixtral_is_planned_with_expert_parallelism_and_runs():
+    """Nobody asks for it: the search finds that experts are best kept on their own ranks."""
+    planned = plan_model(
+        "mixtral-8x7b", nodes=8, global_batch_size=64, pin={"pp": 2, "micro_batch_size": 1}
+    )
+    plan = planned.plan
+    assert plan.mesh.ep > 1
+    assert plan.prediction.mfu > 0.3
+    axis = plan.layout_axes.index("ep")
+    experts = [p for name, p in plan.parameters.items() if ".experts." in name]
+    assert experts
+    assert {p.placement[axis] for p in experts} == {"S(0)"}
+    assert all(rank.peak_bytes <= plan.prediction.usable_bytes for rank in plan.prediction.ranks)
+    rehearse_every_role(planned)
