@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import pytest
 from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 
@@ -46,6 +47,7 @@ SCHEDULES: list[ScheduleName] = ["1f1b", "layered"]
 RECOMPUTES: list[RecomputeName] = ["none", "full"]
 
 
+@pytest.mark.timeout(1200)  # it captures every family, and may wait for a busy machine
 @settings(max_examples=settings().max_examples * 2 // 5)  # a step takes seconds
 @given(
     model=st.sampled_from(MODELS),
