@@ -255,13 +255,13 @@ def page(rows: Sequence[Row]) -> str:
     notes = [
         *(f"- {row.model}: `{op}` has no rule" for row in rows for op in row.without_rule),
         *(
-            f"- {row.model}, {row.attention}, {name} is refused at plan time: {why}"
+            f"- {row.model}, {row.attention}, not {name}: {why}"
             for row in rows
             for name, why in row.refused.items()
         ),
     ]
     if notes:
-        lines += ["", *dict.fromkeys(notes)]
+        lines += ["", "Replicated, or refused at plan time:", "", *dict.fromkeys(notes)]
     lines += ["", f"torch {torch.__version__}, transformers {transformers.__version__}."]
     return "\n".join(lines)
 
