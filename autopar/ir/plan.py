@@ -388,14 +388,20 @@ def _check_layout_axes(plan: Plan, where: str) -> None:
                 f"the layout axes {axes} lack {axis}, which has {mesh.size(axis)} ranks",
                 where=where,
             )
-    for name, nodes in plan.layout.items():
-        for node, typing in nodes.items():
-            for states in (*typing.operands, *typing.results):
-                if len(states) != len(axes):
-                    raise PlanFormatError(
-                        f"{name}.{node} has {len(states)} states for {len(axes)} layout axes",
-                        where=where,
-                    )
+    placed = [
+        *((name, parameter.placement) for name, parameter in plan.parameters.items()),
+        *(
+            (f"{kind}.{node}", states)
+            for kind, nodes in plan.layout.items()
+            for node, typing in nodes.items()
+            for states in (*typing.operands, *typing.results)
+        ),
+    ]
+    for name, states in placed:
+        if len(states) != len(axes):
+            raise PlanFormatError(
+                f"{name} has {len(states)} states for {len(axes)} layout axes", where=where
+            )
 
 
 def _check_settings(plan: Plan, where: str) -> None:

@@ -113,6 +113,8 @@ def test_a_wrong_rule_is_refuted_with_factor_axis_and_error(
         (scaled_linear, RULE, {"additive": ["offset"]}, "no tensor argument 'offset'"),
         (scaled_linear, "b* k, k m, m -> b m", {}, r"cannot read 'b\*'"),
         ("scaled_linear", RULE, {}, "no name of an op"),
+        (None, RULE, {}, "None is no op"),
+        (scaled_linear, None, {}, "a rule is a text, not None"),
     ],
 )
 def test_rules_that_do_not_fit_the_op_are_refused(

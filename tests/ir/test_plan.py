@@ -300,10 +300,14 @@ def test_decisions_that_contradict_each_other_are_refused(plan: Plan):
     mesh = dataclasses.replace(plan.mesh, pp=plan.mesh.pp + 1)
     batch = dataclasses.replace(plan.batch, global_batch_size=plan.batch.global_batch_size + 1)
     last = dataclasses.replace(plan.segments[-1], first_block=99, last_block=99)
+    short = ParameterPlan(
+        names=("w",), shape=(4,), dtype="float32", requires_grad=True, placement=("R",), stages=(0,)
+    )
     wrong: list[tuple[str, Plan]] = [
         ("more than the cluster", dataclasses.replace(plan, cluster=small, mesh=mesh)),
         ("global batch", dataclasses.replace(plan, batch=batch)),
         ("layout axes", dataclasses.replace(plan, layout_axes=("tp", "dp"))),
+        ("w has 1 states for 2", dataclasses.replace(plan, parameters={"w": short})),
         ("cover every pipeline stage", dataclasses.replace(plan, segments=())),
         ("does not continue", dataclasses.replace(plan, segments=(*plan.segments[:-1], last))),
     ]

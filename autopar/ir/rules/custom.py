@@ -46,6 +46,12 @@ def register_rule(
     Raises:
         InputError: The rule cannot be read, or does not fit the schema of the op.
     """
+    if not isinstance(rule, str):
+        raise InputError(
+            f"a rule is a text, not {rule!r}",
+            where=_name(op),
+            hint='write "b n k, k m -> b n m"',
+        )
     sets = tuple((names,) if isinstance(names, str) else tuple(names) for names in linear)
     written = _Written.of(op, rule, sets, tuple(additive))
     _check_schema(op, written)
@@ -151,6 +157,8 @@ def _target(op: OpLike) -> object:
         namespace, _, name = op.partition("::")
         if not (namespace.isidentifier() and name.isidentifier()):
             raise InputError(f"{op!r} is no name of an op", hint='write "namespace::name"')
+    elif not callable(op):
+        raise InputError(f"{op!r} is no op", hint='give the op itself, or "namespace::name"')
     return op
 
 
