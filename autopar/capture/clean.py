@@ -22,14 +22,13 @@ from autopar.capture.flat import (
     FlatGraph,
     argument,
     emit,
-    is_random,
     refuse,
     remove_dead_code,
     replace,
 )
 from autopar.capture.promote import cast_integers
 from autopar.ir.graph import NodeInfo, Role, Size, TensorInfo, info, set_info
-from autopar.ir.rules.random import has_logical_form
+from autopar.ir.rules.random import has_logical_form, is_random
 from autopar.ir.shapes import with_shape, writes_shape
 
 _aten = torch.ops.aten

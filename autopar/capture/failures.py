@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,15 +14,22 @@ from autopar.ir.errors import CaptureError
 _NOISY = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 """Loggers that tell a failure before it is raised, with a traceback through torch."""
 
+_RECURRENT = r"The tensor attributes? (self\.\S*_flat_weights\[\d+\](, )?)+ w(as|ere) assigned"
+"""Recurrent layers list their parameters a second time, and the list follows them when traced."""
+
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """While active, torch logs no failures to trace, unless ``TORCH_LOGS`` asks for logs."""
+    """While active, torch logs no failures to trace, unless ``TORCH_LOGS`` asks for logs, and does
+    not warn of what is no assignment of the model.
+    """
     loggers = [] if os.environ.get("TORCH_LOGS") else [logging.getLogger(name) for name in _NOISY]
     for logger in loggers:
         logger.addFilter(_nothing)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=_RECURRENT)
+            yield
     finally:
         for logger in loggers:
             logger.removeFilter(_nothing)

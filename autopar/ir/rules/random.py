@@ -26,7 +26,8 @@ def is_random(node: fx.Node) -> bool:
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     if target in _SWITCHES:
-        return bool(Call(node).argument(_SWITCHES[target]))
+        call = Call(node)
+        return all(call.argument(name) for name in _SWITCHES[target])
     return True
 
 
@@ -96,15 +97,19 @@ def _not_drawable(node: fx.Node, why: str) -> PlacementError:
     )
 
 
-_SWITCHES: dict[Any, str] = {
-    _aten.dropout.default: "train",
-    _aten.alpha_dropout.default: "train",
-    _aten.feature_dropout.default: "train",
-    _aten.feature_alpha_dropout.default: "train",
-    _aten.rrelu.default: "training",
-    _aten.scaled_dot_product_attention.default: "dropout_p",
+_SWITCHES: dict[Any, tuple[str, ...]] = {
+    _aten.dropout.default: ("train",),
+    _aten.alpha_dropout.default: ("train",),
+    _aten.feature_dropout.default: ("train",),
+    _aten.feature_alpha_dropout.default: ("train",),
+    _aten.rrelu.default: ("training",),
+    _aten.scaled_dot_product_attention.default: ("dropout_p",),
+    _aten.lstm.input: ("dropout", "train"),
+    _aten.gru.input: ("dropout", "train"),
+    _aten.rnn_tanh.input: ("dropout", "train"),
+    _aten.rnn_relu.input: ("dropout", "train"),
 }
-"""The argument without which an op draws nothing."""
+"""The arguments without any of which an op draws nothing."""
 
 
 def _dropout(call: Call) -> RandomCall:
