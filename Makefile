@@ -4,8 +4,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-# Handed through: `make test PYTEST_ARGS="-n 2 tests/ir"`, `make setup PIP_ARGS="--no-index …"`.
-PYTEST_ARGS ?=
+# Handed through: `make test PYTEST_ARGS="-n 4 tests/ir"`, `make setup PIP_ARGS="--no-index …"`.
+# Two processes of about 1 GB; the tests of a file stay together, because they share what is slow.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 PIP_ARGS ?=
 
 # The tests start many small processes: one thread each, and nothing from a hub.

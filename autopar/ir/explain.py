@@ -136,20 +136,32 @@ def _by_cause(title: str, causes: Iterable[tuple[str, float, str]]) -> str:
 
 
 def _placements(plan: Plan) -> str:
-    """How parameters are sharded over the tensor axis, like ones grouped."""
-    tensor = plan.layout_axes.index("tp")
-    if plan.mesh.tp == 1:
-        return ""
+    """How parameters are sharded over the tensor axis, and which are over the expert axis; like
+    ones grouped.
+    """
+    parts: list[str] = []
+    for axis, name in (("ep", "expert"), ("tp", "tensor")):
+        if axis not in plan.layout_axes or getattr(plan.mesh, axis) == 1:
+            continue
+        index = plan.layout_axes.index(axis)
+        rows = _grouped_states(plan, index, only_sharded=axis == "ep")
+        parts.append("\n".join((f"parameters on the {name} axis", _table(rows))))
+    return "\n\n".join(parts)
+
+
+def _grouped_states(plan: Plan, axis: int, *, only_sharded: bool) -> list[tuple[str, str]]:
+    """State and name of parameters, those of all layers together."""
     grouped: dict[tuple[str, str], int] = {}
     for name, parameter in plan.parameters.items():
+        state = parameter.placement[axis]
+        if only_sharded and not state.startswith("S"):
+            continue
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        key = (pattern, parameter.placement[tensor])
-        grouped[key] = grouped.get(key, 0) + 1
-    rows = [
+        grouped[pattern, state] = grouped.get((pattern, state), 0) + 1
+    return [
         (state, f"{pattern}{f'  ×{count}' if count > 1 else ''}")
         for (pattern, state), count in grouped.items()
     ]
-    return "\n".join(("parameters on the tensor axis", _table(rows)))
 
 
 def _moves(plan: Plan) -> str:

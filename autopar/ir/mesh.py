@@ -88,7 +88,7 @@ class Mesh:
         Beside single axes these are the combined ones over which gradients are summed: data axes
         with context or expert axis, or both. ``""`` stands for groups of one rank.
         """
-        found = dict.fromkeys((*MESH_AXES, DATA_AXIS, ""))
+        found: dict[str, None] = dict.fromkeys((*MESH_AXES, DATA_AXIS, ""))
         for first in ((SHARD_AXIS,), (REPLICATE_AXIS, SHARD_AXIS)):
             for more in ((), (CONTEXT_AXIS,), (EXPERT_AXIS,), (CONTEXT_AXIS, EXPERT_AXIS)):
                 found[self.simplest(combined_axis((*first, *more)))] = None

@@ -32,6 +32,8 @@ def test_two_arguments_are_enough_and_defaults_are_told_once(caplog: pytest.LogC
     assert (plan.model.name, plan.model.source) == ("LlamaForCausalLM", None)
     assert dataclasses.asdict(plan.training) == {
         "precision": "fp32",
+        "gradient_dtype": "fp32",
+        "reduce_dtype": "fp32",
         "optimizer": "adamw",
         "learning_rate": 3e-4,
         "weight_decay": 0.1,

@@ -79,7 +79,14 @@ def test_pins_are_flags(capfd: pytest.CaptureFixture[str], config):
     pins = [str(part) for flag in flags.items() for part in flag]
     done = run(capfd, "plan", config, *SIZES, "--gpus-per-node", 4, *pins, "--json")
     document = json.loads(done.out)
-    assert document["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "ep": 1, "tp": 1}
+    assert document["mesh"] == {
+        "pp": 2,
+        "dp_replicate": 1,
+        "dp_shard": 2,
+        "cp": 1,
+        "ep": 1,
+        "tp": 1,
+    }
     assert document["batch"] == {
         "global_batch_size": 8,
         "micro_batch_size": 2,
