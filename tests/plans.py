@@ -75,7 +75,7 @@ def bare_plan(
                 shape=parameter.shape,
                 dtype=str(parameter.dtype),
                 requires_grad=parameter.requires_grad,
-                placement=(),
+                placement=("R",) * len(LAYOUT_AXES),  # only read: the layout decides
                 stages=(),
             )
             for name, parameter in model.parameters.items()
