@@ -25,7 +25,7 @@ from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.decode import AxisTyping, axis_typing
 from autopar.solver.layout.make import make_problem
 from autopar.solver.layout.model_facts import ModelFacts
-from autopar.solver.layout.problem import KindCost, Problem, Solution, Weights
+from autopar.solver.layout.problem import KindCost, Problem, Solution, all_blocks_once
 from autopar.solver.layout.solve import solve_problem
 from autopar.solver.layout.state import AxisRule
 
@@ -90,15 +90,7 @@ class DataAxis:
         group = group_of(self.cluster, size=dp, stride=tp)
         coster = Coster(Kernels(self.cluster.hardware), Links(self.cluster), group, batch)
         problem = make_problem(self.facts, AxisRule(name=DATA_AXIS, shards_batch=True), coster)
-        counts = tuple(map(float, problem.counts))
-        weights = Weights(
-            forward=counts,
-            backward=counts,
-            step=0.0,
-            held=(0.0,) * len(counts),
-            parameters=(0.0,) * len(problem.classes),
-        )
-        solution = solve_problem(problem, weights)
+        solution = solve_problem(problem, all_blocks_once(problem))
         if solution.status == "infeasible":
             raise AutoparError("the model has no data-parallel typing: some op mixes its sequences")
         return problem, solution

@@ -30,6 +30,7 @@ from autopar.solver.layout.decode import axis_typing
 from autopar.solver.layout.make import make_problem
 from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.problem import (
+    TIE_BREAK_S_PER_BYTE,
     KindCost,
     MemoryLimit,
     MoveCost,
@@ -40,9 +41,6 @@ from autopar.solver.layout.problem import (
 from autopar.solver.layout.solve import solve_model
 from autopar.solver.layout.state import AxisRule
 from autopar.solver.typed_axes import TypedAxes
-
-_TIE_BREAK_S_PER_BYTE = 1e-18
-"""Of layouts that are equally fast, the one that keeps less: a microsecond for a terabyte."""
 
 _SMALL_KIND = 0.05
 """Kinds of block with less of the step than this are bounded without an ILP."""
@@ -115,7 +113,7 @@ class Setting:
             ),
             backward=tuple(map(float, counts)),
             step=0.0,
-            held=tuple(_TIE_BREAK_S_PER_BYTE * count for count in counts),
+            held=tuple(TIE_BREAK_S_PER_BYTE * count for count in counts),
             parameters=(0.0,) * len(self.problem.classes),
         )
 
@@ -160,7 +158,7 @@ class Setting:
         if self.tp == 1:
             return least
         kept = sum(held.num_bytes for held in self.problem.held) * max(self.problem.counts)
-        joint = self.solution(recompute).bound - _TIE_BREAK_S_PER_BYTE * kept
+        joint = self.solution(recompute).bound - TIE_BREAK_S_PER_BYTE * kept
         both = least.both * max(1.0, joint / float(least.both.sum()))
         roofline = self.roofline_times(recompute)
         return StageTimes(

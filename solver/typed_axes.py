@@ -22,7 +22,7 @@ from autopar.solver.layout.decode import AxisTyping, axis_typing
 from autopar.solver.layout.make import make_problem
 from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.outer import OuterAxes, OuterAxis
-from autopar.solver.layout.problem import MoveCost, Weights
+from autopar.solver.layout.problem import TIE_BREAK_S_PER_BYTE, MoveCost, all_blocks_once
 from autopar.solver.layout.solve import solve_problem
 from autopar.solver.layout.state import AxisRule
 
@@ -95,14 +95,7 @@ class TypedAxes:
     def _solve(self, axis: AxisRule, coster: Coster, outer: OuterAxes) -> AxisTyping:
         """The typing that computes all blocks once in the least time, and keeps least of those."""
         problem = make_problem(self.facts, axis, coster, outer)
-        counts = tuple(map(float, problem.counts))
-        weights = Weights(
-            forward=counts,
-            backward=counts,
-            step=0.0,
-            held=tuple(_TIE_BREAK_S_PER_BYTE * count for count in counts),
-            parameters=(0.0,) * len(problem.classes),
-        )
+        weights = all_blocks_once(problem, held_s_per_byte=TIE_BREAK_S_PER_BYTE)
         solution = solve_problem(problem, weights)
         if solution.status == "infeasible":
             raise AutoparError(
@@ -110,9 +103,6 @@ class TypedAxes:
                 hint=f"leave {axis.name} open",
             )
         return axis_typing(self.facts.model, self.facts.classes, problem, solution)
-
-
-_TIE_BREAK_S_PER_BYTE = 1e-18
 
 
 def _axes(typings: dict[str, AxisTyping], *, cp: int, ep: int) -> dict[str, OuterAxis]:
