@@ -13,6 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from autopar.ir.errors import PlanFormatError
 from autopar.ir.explain import explain
+from autopar.ir.kernels import DEFAULT_KERNELS
 from autopar.ir.layout import Layout, NodeTyping
 from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, TENSOR_AXIS, Mesh
 from autopar.ir.placement import Placement, parse_state
@@ -21,7 +22,7 @@ PLAN_FORMAT: Literal["autopar-plan"] = "autopar-plan"
 PLAN_VERSION: Literal[1] = 1
 
 ScheduleName = Literal["1f1b", "layered"]
-RecomputeName = Literal["none", "full"]
+RecomputeName = Literal["none", "selective", "selective_op", "selective_layer", "full"]
 PrecisionName = Literal["bf16", "fp16", "fp32", "float64"]
 
 _config = pydantic.ConfigDict(
@@ -72,11 +73,14 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_config)
 class SchedulePlan:
-    """Order of the work: schedule, recomputation, ZeRO stage."""
+    """Order of the work: schedule, recomputation, ZeRO stage; and by which kernels it is done
+    (``autopar.ir.kernels``).
+    """
 
     name: ScheduleName
     recompute: RecomputeName
     zero_stage: int
+    kernels: str = DEFAULT_KERNELS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_config)
