@@ -104,6 +104,7 @@ def imaginary(text: str) -> str:
     changed = {
         "hbm_bytes_per_s": "1.0e6",
         "launch_s": "1.0e-9",
+        "kernel_s": "1.0e-9",
         "fp32": "1.0e6",
         "bytes_per_s": "1.0e12",
         "latency_s": "1.0e-9",

@@ -15,6 +15,7 @@ import numpy as np
 from autopar.ir.moves import Collective
 from autopar.solver.candidates import Candidate
 from autopar.solver.costs.comm import Group, Links, group_of
+from autopar.solver.costs.kernels import Kernels
 from autopar.solver.costs.memory import Itemsizes, StageContents, rank_bytes, shard_numel
 from autopar.solver.facts import BlockCosts, Floats
 from autopar.solver.hardware import Cluster
@@ -87,14 +88,12 @@ class Stager:
 
     def optimizer_s(self) -> Floats:
         """Seconds of clipping and the optimizer on the parameters of each block: memory-bound."""
-        hardware = self.cluster.hardware
         numel = self.costs.numel
         if self.candidate.zero_stage:
             numel = self._shard_numel(numel, self.costs.expert_numel)
         master = self.sizes.master or self.sizes.compute
         touched = 2 * self.sizes.gradient + 2 * self.sizes.moments + 2 * master + self.sizes.compute
-        hbm = hardware.chip.hbm_bytes_per_s * hardware.efficiency.hbm
-        return numel * touched / hbm
+        return numel * touched * Kernels(self.cluster.hardware).moving_seconds(1.0)
 
     def message_s(self, num_bytes: float, border: int) -> float:
         """Seconds of a message of a rank from stage ``border`` to the next."""

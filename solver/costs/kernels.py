@@ -1,8 +1,8 @@
 """Seconds of work on one rank: a roofline whose efficiency depends on shape.
 
 A product runs in tiles on the multiprocessors: partial tiles and a partial last wave are paid in
-full, and a depth that is no multiple of 32 is padded. Memory-bound kernels run at HBM speed, each
-by itself (eager execution fuses nothing). No kernel is faster than its launch.
+full, a depth that is no multiple of 32 is padded, and every tile pays for filling and emptying
+its pipeline. Memory-bound kernels run at HBM speed. No kernel is faster than an empty one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from autopar.solver.costs.products import Product
-from autopar.solver.costs.work import Work
+from autopar.solver.costs.work import Attention, Work
 from autopar.solver.hardware import Hardware
 
 
@@ -23,20 +23,22 @@ class Kernels:
 
     def seconds(self, work: Work, *, backward: bool = False) -> float:
         """Seconds of one direction of an op whose work is given in numbers."""
-        if work.num_kernels == 0:
+        if work.num_kernels == 0 and not work.bytes:
             return 0.0
-        chip, efficiency = self.hardware.chip, self.hardware.efficiency
-        seconds = float(work.bytes) / (chip.hbm_bytes_per_s * efficiency.hbm)
+        seconds = self.moving_seconds(float(work.bytes))
         seconds += sum(self.product_seconds(product) for product in work.products)
         if work.attention is not None:
-            share = efficiency.attention_backward if backward else efficiency.attention_forward
-            seconds += float(work.attention.flops) / (self.peak(work.attention.itemsize) * share)
-        return max(seconds, work.num_kernels * chip.launch_s)
+            seconds += self.attention_seconds(work.attention, backward=backward)
+        return max(seconds, work.num_kernels * self.hardware.chip.kernel_s)
 
     def peak(self, itemsize: int) -> float:
         """Dense peak FLOP/s of operands of this many bytes."""
         peak = self.hardware.chip.peak_flops
         return {2: peak.bf16, 4: peak.fp32, 8: peak.float64}.get(itemsize, peak.fp32)
+
+    def moving_seconds(self, num_bytes: float) -> float:
+        """Seconds of a kernel that reads and writes these bytes of memory."""
+        return num_bytes / (self.hardware.chip.hbm_bytes_per_s * self.hardware.efficiency.hbm)
 
     def product_seconds(self, product: Product) -> float:
         """The best of some tile shapes, or the time to move the operands and the result."""
@@ -47,7 +49,7 @@ class Kernels:
             int(product.columns),
             math.ceil(product.depth),
         )
-        padded = -(-depth // 32) * 32
+        steps = -(-depth // 32) * 32 + efficiency.tile_ramp
         per_sm = self.peak(product.itemsize) / chip.num_sms
         tiles = (
             (256, 128, efficiency.tile_256x128),
@@ -57,8 +59,24 @@ class Kernels:
         )
         compute = min(
             -(-(-(-rows // height) * -(-columns // width) * batch) // chip.num_sms)
-            * (2 * height * width * padded / (per_sm * share))
+            * (2 * height * width * steps / (per_sm * share))
             for height, width, share in tiles
         )
         moved = batch * (rows * depth + depth * columns + rows * columns) * product.itemsize
-        return max(compute, moved / (chip.hbm_bytes_per_s * efficiency.hbm))
+        return max(compute, self.moving_seconds(moved))
+
+    def attention_seconds(self, attention: Attention, *, backward: bool) -> float:
+        """A flash kernel: its share of the peak, less where heads are narrow or its thread blocks
+        (of 128 queries, or of a whole head in version 1) leave multiprocessors idle.
+        """
+        chip, efficiency = self.hardware.chip, self.hardware.efficiency
+        share = efficiency.flash_backward if backward else efficiency.flash_forward
+        if attention.kernel == "flash_attention1":
+            share *= efficiency.flash_1
+        head_dim = float(attention.head_dim)
+        padded = 1 << max(5, math.ceil(math.log2(head_dim)))
+        blocks = int(attention.heads) * math.ceil(float(attention.queries) / 128)
+        waves = blocks / chip.num_sms
+        idle = math.ceil(waves) / waves if waves < 1 else 1.0
+        flops = float(attention.flops) * padded / head_dim * idle
+        return flops / (self.peak(attention.itemsize) * share)

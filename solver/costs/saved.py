@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -14,6 +14,7 @@ from autopar.ir.rules.call import Call
 from autopar.ir.rules.random import is_random
 from autopar.solver.costs.experts import ExpertSizes, Shape
 from autopar.solver.costs.families import LINEAR, Family, family_of, op_name
+from autopar.solver.costs.fusion import PLAIN, SCORES_WRITTEN, NodeStyle
 from autopar.solver.costs.products import BIASED
 from autopar.solver.costs.work import num_scores
 
@@ -29,6 +30,9 @@ class Saved:
     results: tuple[int, ...] = ()
     own_bytes_per_element: int = 0
 
+
+SCORE_BYTES: Mapping[str, int] = {"eager": 6, "fused_softmax": 2}
+"""Bytes that are kept of a score in 16 bits: weights, and in fp32 what a softmax in fp32 made."""
 
 _NOTHING = Saved()
 _KEEPS_NOTHING = LINEAR | {"roll", "flip", "tril", "triu"}
@@ -76,19 +80,24 @@ _KEEPS_OPERAND = frozenset(
 )
 
 
-def saved_for_backward(node: fx.Node) -> Saved:
+def saved_for_backward(node: fx.Node, style: NodeStyle = PLAIN) -> Saved:
     """What a ``call_function`` node keeps when its results require gradients."""
     operands = operands_of(node)
     needs = [info(operand).tensor.requires_grad for operand in operands]
     name, family = op_name(node), family_of(node)
-    if not any(needs) or family is Family.VIEW or name in _KEEPS_NOTHING:
+    if not any(needs) or family is Family.VIEW:
+        return _NOTHING
+    if style.fused is not None:
+        return _NOTHING if style.fused.is_linear else Saved(operands=style.fused.reads)
+    if name in _KEEPS_NOTHING:
         return _NOTHING
     if family is Family.PRODUCT:
         first = 1 if name in BIASED else 0
         pair = (first, first + 1)
         return Saved(operands=tuple(i for i, other in (pair, pair[::-1]) if needs[other]))
     if family is Family.ATTENTION:
-        return Saved(operands=tuple(range(len(operands))), results=(0,))
+        results = () if style.attention in SCORES_WRITTEN else (0,)
+        return Saved(operands=tuple(range(len(operands))), results=results)
     if family is Family.EXPERTS:  # what it keeps of its own: own_bytes
         return Saved(operands=Call(node).indices("expert_ids", "expert_weights", "up", "down"))
     if family is Family.EMBEDDING:
@@ -114,12 +123,14 @@ def saved_for_backward(node: fx.Node) -> Saved:
     return Saved(operands=tuple(range(len(operands))))
 
 
-def own_bytes(node: fx.Node, operands: Sequence[Shape], *, dispatch: int = 1) -> Size:
+def own_bytes(
+    node: fx.Node, operands: Sequence[Shape], *, dispatch: int = 1, style: NodeStyle = PLAIN
+) -> Size:
     """Bytes that an op keeps which are no operand and no result of it.
 
     Args:
         operands: Shapes on the rank.
-        dispatch: See ``forward_work``.
+        dispatch, style: See ``forward_work``.
     """
     if not any(info(operand).tensor.requires_grad for operand in operands_of(node)):
         return 0
@@ -129,5 +140,7 @@ def own_bytes(node: fx.Node, operands: Sequence[Shape], *, dispatch: int = 1) ->
         # not fused: weights before and after dropout, and the mask
         itemsize = info(operands_of(node)[0]).tensor.dtype.itemsize
         return (2 * itemsize + 1) * num_scores(operands)
+    if family_of(node) is Family.ATTENTION and style.attention in SCORES_WRITTEN:
+        return SCORE_BYTES[style.attention] * num_scores(operands)
     per_element = saved_for_backward(node).own_bytes_per_element
     return per_element * math.prod(operands[0]) if per_element else 0

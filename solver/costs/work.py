@@ -13,19 +13,31 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar.ir.graph import BlockKind, Size, info
+from autopar.ir.kernels import AttentionKernel
 from autopar.ir.layout import operands_of
 from autopar.ir.rules.call import Call
 from autopar.ir.rules.random import is_random
 from autopar.solver.costs.experts import ExpertSizes
 from autopar.solver.costs.families import LINEAR, Family, family_of, op_name
+from autopar.solver.costs.fusion import PLAIN, SCORE_PASSES, SCORES_WRITTEN, NodeStyle
 from autopar.solver.costs.products import BIASED, Product, Shape, numel, product_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """FLOPs of a fused attention kernel; causal ones do half of the scores."""
+    """A fused attention kernel; causal ones do half of the scores.
 
+    Attributes:
+        flops: Of all its products.
+        heads: Sequences × heads.
+        queries, head_dim: Rows and depth of each head's products.
+    """
+
+    kernel: AttentionKernel
     flops: Size
+    heads: Size
+    queries: Size
+    head_dim: Size
     itemsize: int
 
 
@@ -49,11 +61,17 @@ NO_WORK = Work()
 
 
 def forward_work(
-    node: fx.Node, operands: Sequence[Shape], results: Sequence[Shape], *, dispatch: int = 1
+    node: fx.Node,
+    operands: Sequence[Shape],
+    results: Sequence[Shape],
+    *,
+    dispatch: int = 1,
+    style: NodeStyle = PLAIN,
 ) -> Work:
     """The forward of a ``call_function`` node on operands and results of these shapes.
 
-    ``dispatch`` is the number of ranks that send each other the tokens of their experts.
+    ``dispatch`` is the number of ranks that send each other the tokens of their experts; ``style``
+    says by which kernels the node is computed.
     """
     family = family_of(node)
     if family is Family.VIEW:
@@ -61,13 +79,9 @@ def forward_work(
     if family is Family.PRODUCT:
         return Work(products=(product_of(node, operands, results),), num_kernels=1)
     if family is Family.ATTENTION:
-        flops = 4 * numel(operands[0]) * operands[1][-2]
-        if is_random(node):  # not fused: scores go through memory
-            moved = _PASSES_FORWARD * _itemsize(node) * num_scores(operands)
-            attention = Attention(flops=flops, itemsize=_itemsize(node))
-            return Work(attention=attention, bytes=moved, num_kernels=_PASSES_FORWARD // 2)
-        scores = flops // 2 if _is_causal(node) else flops
-        return Work(attention=Attention(flops=scores, itemsize=_itemsize(node)), num_kernels=1)
+        if is_random(node) or style.attention in SCORES_WRITTEN:
+            return _unfused_attention(node, operands, style, backward=False)
+        return Work(attention=_fused_attention(node, operands, style), num_kernels=1)
     if family is Family.EXPERTS:
         sizes = ExpertSizes.of(node, operands, dispatch)
         return Work(products=_expert_products(sizes), bytes=sizes.moved_bytes, num_kernels=12)
@@ -76,13 +90,23 @@ def forward_work(
         return Work(bytes=2 * written, num_kernels=1)
     if family is Family.LOSS:  # log-softmax reads and writes the logits, the sum reads targets only
         return Work(bytes=2 * read, num_kernels=3)
+    if style.fused is not None:
+        read = _bytes(node, operands, style.fused.reads)
+        return Work(
+            bytes=read + written * style.fused.writes, num_kernels=int(style.fused.is_first)
+        )
     return Work(bytes=read + written, num_kernels=1)
 
 
 def backward_work(
-    node: fx.Node, operands: Sequence[Shape], results: Sequence[Shape], *, dispatch: int = 1
+    node: fx.Node,
+    operands: Sequence[Shape],
+    results: Sequence[Shape],
+    *,
+    dispatch: int = 1,
+    style: NodeStyle = PLAIN,
 ) -> Work:
-    """The backward: gradients of the operands that require one; ``dispatch`` as in forward."""
+    """The backward: gradients of the operands that require one; the rest as in forward."""
     needs = [info(operand).tensor.requires_grad for operand in operands_of(node)]
     family = family_of(node)
     if not any(needs) or family is Family.VIEW:
@@ -94,15 +118,12 @@ def backward_work(
         turned = (product.left_gradient, product.right_gradient)
         chosen = tuple(part for part, need in zip(turned, needs[skipped:], strict=False) if need)
         return Work(products=chosen, num_kernels=num)
-    if family is Family.ATTENTION:  # scores again, and four products for three gradients
-        forward = forward_work(node, operands, results).flops
-        if is_random(node):  # scores are kept
-            moved = _PASSES_BACKWARD * _itemsize(node) * num_scores(operands)
-            attention = Attention(flops=2 * forward, itemsize=_itemsize(node))
-            return Work(attention=attention, bytes=moved, num_kernels=_PASSES_BACKWARD // 2)
-        return Work(
-            attention=Attention(flops=5 * forward // 2, itemsize=_itemsize(node)), num_kernels=2
-        )
+    if family is Family.ATTENTION:
+        if is_random(node) or style.attention in SCORES_WRITTEN:
+            return _unfused_attention(node, operands, style, backward=True)
+        # scores again, and four products for three gradients
+        attention = _fused_attention(node, operands, style)
+        return Work(attention=replace(attention, flops=5 * attention.flops // 2), num_kernels=2)
     if family is Family.EXPERTS:
         sizes = ExpertSizes.of(node, operands, dispatch)
         first, second = _expert_products(sizes)
@@ -122,19 +143,63 @@ def backward_work(
     if family is Family.LOSS:
         return Work(bytes=3 * read, num_kernels=2)
     # Gradients in and out; the operands again where the op is not linear in one of them alone.
-    given = _bytes(node, operands, [index for index, need in enumerate(needs) if need])
-    again = read if op_name(node) not in _READS_NO_OPERAND else 0
-    return Work(bytes=written + given + again, num_kernels=sum(needs))
-
-
-_PASSES_FORWARD, _PASSES_BACKWARD = 16, 14
-"""How often attention that is not fused reads or writes a score: ``attention_with_dropout``."""
+    wanted = [index for index, need in enumerate(needs) if need]
+    again = op_name(node) not in _READS_NO_OPERAND
+    if style.fused is not None:
+        outside = [index for index in wanted if index in style.fused.reads]
+        given = _bytes(node, operands, outside)
+        read = _bytes(node, operands, style.fused.reads) if not style.fused.is_linear else 0
+        return Work(
+            bytes=written * style.fused.writes + given + read,
+            num_kernels=int(style.fused.is_first),
+        )
+    given = _bytes(node, operands, wanted)
+    return Work(bytes=written + given + (read if again else 0), num_kernels=len(wanted))
 
 
 def num_scores(operands: Sequence[Shape]) -> Size:
     """Scores of attention whose first operands, query and key, have these shapes."""
     query, key = operands[:2]
     return numel(query[:-1]) * key[-2]
+
+
+def _fused_attention(node: fx.Node, operands: Sequence[Shape], style: NodeStyle) -> Attention:
+    query, key = operands[:2]
+    flops = 4 * numel(query) * key[-2]
+    return Attention(
+        kernel=style.attention,
+        flops=flops // 2 if _is_causal(node) else flops,
+        heads=numel(query[:-2]),
+        queries=query[-2],
+        head_dim=query[-1],
+        itemsize=_itemsize(node),
+    )
+
+
+def _unfused_attention(
+    node: fx.Node, operands: Sequence[Shape], style: NodeStyle, *, backward: bool
+) -> Work:
+    """All scores, masked ones too, in two products (four in backward), and what reads and writes
+    them in between.
+    """
+    query, key, value = operands[:3]
+    scores = Product(
+        batch=numel(query[:-2]),
+        rows=query[-2],
+        columns=key[-2],
+        depth=query[-1],
+        itemsize=_itemsize(node),
+    )
+    context = replace(scores, columns=value[-1], depth=key[-2])
+    passes = SCORE_PASSES["random" if is_random(node) else style.attention][backward]
+    products: tuple[Product, ...] = (scores, context)
+    if backward:
+        products = tuple(turned for p in products for turned in (p.left_gradient, p.right_gradient))
+    return Work(
+        products=products,
+        bytes=passes * _itemsize(node) * num_scores(operands),
+        num_kernels=len(products) + passes // 2,
+    )
 
 
 _READS_NO_OPERAND = LINEAR | {"expand"}

@@ -115,10 +115,8 @@ class _Reader:
             raise ClusterError(f"{path} must be positive, not {found}", where=self.where)
         if kind is int and found != int(found):
             raise ClusterError(f"{path} must be a whole number, not {found}", where=self.where)
-        share = path.startswith("efficiency.") or path in (
-            "node_link.in_step",
-            "network.efficiency",
-        )
+        share = path.startswith("efficiency.") or path in ("node_link.in_step", "network.efficiency")
+        share = share and path != "efficiency.tile_ramp"
         if share and found > 1:
             raise ClusterError(f"{path} is a share: at most 1, not {found}", where=self.where)
         return kind(found)
@@ -133,6 +131,8 @@ _MAY_BE_ZERO = (
     "network.latency_s",
     "overlap.slowdown",
     "chip.launch_s",
+    "chip.kernel_s",
+    "efficiency.tile_ramp",
 )
 
 

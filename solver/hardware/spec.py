@@ -20,24 +20,41 @@ class PeakFlops:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """One GPU (or one CPU rank). ``launch_s`` is the floor of a kernel, from the host's side."""
+    """One GPU (or one CPU rank).
+
+    Attributes:
+        launch_s: What the host takes to launch a kernel. It runs ahead of the chip: a block takes
+            no less than all its launches.
+        kernel_s: The floor of a kernel on the chip.
+    """
 
     num_sms: int
     hbm_bytes_per_s: float
     usable_bytes: int
     launch_s: float
+    kernel_s: float
     peak_flops: PeakFlops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """Shares of the peaks that kernels reach on shapes that fill the chip, by tile of a product."""
+    """Shares of the peaks that kernels reach on shapes that fill the chip.
+
+    Attributes:
+        tile_256x128, tile_128x128, tile_64x64: Products, by the tile of a multiprocessor.
+        tile_ramp: Filling and emptying a tile's pipeline, as so much more depth of the product.
+        flash_forward, flash_backward: FlashAttention 2 (backward counts recomputed scores).
+        flash_1: FlashAttention 1, beside version 2.
+        hbm: Memory-bound kernels.
+    """
 
     tile_256x128: float
     tile_128x128: float
     tile_64x64: float
-    attention_forward: float
-    attention_backward: float
+    tile_ramp: float
+    flash_forward: float
+    flash_backward: float
+    flash_1: float
     hbm: float
 
 

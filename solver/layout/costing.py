@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -13,8 +14,9 @@ from autopar.ir.placement import State
 from autopar.ir.rules.core import Option
 from autopar.solver.costs.comm import Group, Links
 from autopar.solver.costs.families import Family, family_of
+from autopar.solver.costs.fusion import PLAIN, NodeStyle
 from autopar.solver.costs.kernels import Kernels
-from autopar.solver.costs.work import backward_work, forward_work
+from autopar.solver.costs.work import Work, backward_work, forward_work
 from autopar.solver.layout.outer import NodeView, causal_imbalance
 from autopar.solver.layout.problem import MoveCost
 
@@ -40,7 +42,12 @@ class Coster:
     group: Group
     batch: int
     reduce_itemsize: int = 4
+    styles: Mapping[fx.Node, NodeStyle] = field(default_factory=dict, repr=False)
     _shapes: dict[int, tuple[TensorInfo, Shape]] = field(default_factory=dict, repr=False)
+
+    def style(self, node: fx.Node) -> NodeStyle:
+        """By which kernels ``node`` is computed."""
+        return self.styles.get(node, PLAIN)
 
     def shape(self, tensor: TensorInfo, state: State) -> Shape:
         """Shape on a rank."""
@@ -70,9 +77,12 @@ class Coster:
         results = [self.shape(t, s) for t, s in zip(view.results, option.results, strict=True)]
         comm = self._helper_comm(option, view, operands) if option.helper else (0.0, 0.0)
         dispatch = self.dispatch(view, option)
-        forward = self.kernels.seconds(forward_work(node, operands, results, dispatch=dispatch))
+        style = self.style(node)
+        forward = self.kernels.seconds(
+            forward_work(node, operands, results, dispatch=dispatch, style=style)
+        )
         backward = self.kernels.seconds(
-            backward_work(node, operands, results, dispatch=dispatch), backward=True
+            backward_work(node, operands, results, dispatch=dispatch, style=style), backward=True
         )
         factor = view.imbalance
         if option.helper is not None:
@@ -134,9 +144,7 @@ class Coster:
             copied = 4.0 * part if done is Collective.ALL_TO_ALL else 2.0 * part
         else:
             copied = float(whole)
-        hardware = self.kernels.hardware
-        hbm = hardware.chip.hbm_bytes_per_s * hardware.efficiency.hbm
-        return max(copied / hbm, hardware.chip.launch_s)
+        return self.kernels.seconds(Work(bytes=copied, num_kernels=1))
 
     def _helper_comm(
         self, option: Option, view: NodeView, operands: list[Shape]

@@ -42,7 +42,8 @@ class KeptTensors:
         results: Sequence[int],
     ) -> tuple[int, ...]:
         """Numbers of the tensors that ``node`` keeps; operands and results are values."""
-        saved = saved_for_backward(node)
+        style = self.coster.style(node)
+        saved = saved_for_backward(node, style)
         found = [(operands[i], option.operands[i], view.operands[i]) for i in saved.operands]
         found += [(results[i], option.results[i], view.results[i]) for i in saved.results]
         numbers = dict.fromkeys(
@@ -50,7 +51,7 @@ class KeptTensors:
             for value, state, tensor in found
         )
         shapes = self.coster.operand_shapes(view, option)
-        own = own_bytes(node, shapes, dispatch=self.coster.dispatch(view, option))
+        own = own_bytes(node, shapes, dispatch=self.coster.dispatch(view, option), style=style)
         if own:
             numbers[len(self.tensors)] = None
             self.tensors.append(

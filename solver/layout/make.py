@@ -28,7 +28,7 @@ from autopar.solver.layout.problem import (
     StateClass,
     Value,
 )
-from autopar.solver.layout.state import AxisRule, grows
+from autopar.solver.layout.state import AxisRule, grows, is_positions
 
 
 def make_problem(
@@ -216,6 +216,8 @@ class _Maker:
             found = [state for state in found if str(state) != "P"]
         if number in self.facts.matrices or self.axis.shards_activations:
             found = [state for state in found if state.is_sharded] or found
+        if role is Role.ACTIVATION and self.axis.sequence_parallel:
+            found = [state for state in found if is_positions(state, tensor)] or found
         return tuple(found)
 
     def divides(self, state: State, tensor: TensorInfo, outer: tuple[State, ...]) -> bool:

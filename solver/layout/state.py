@@ -24,6 +24,8 @@ class AxisRule:
         shards_activations: True for context axes: what blocks hand on is sharded where it can be,
             and positions may be sharded in stripes.
         idle: True for an axis of one rank: everything is ``I`` (``R`` without gradient).
+        sequence_parallel: Whether what blocks hand on is sharded along positions (True), nothing
+            that has the features of tokens is (False), or both are open (None).
     """
 
     name: str
@@ -32,11 +34,14 @@ class AxisRule:
     shards_parameters: bool = False
     shards_activations: bool = False
     idle: bool = False
+    sequence_parallel: bool | None = None
 
     def allows(self, state: State, tensor: TensorInfo) -> bool:
         """Whether ``tensor`` may be in ``state`` on this axis."""
         if self.idle:
             return state == (INVARIANT if tensor.requires_grad else REPLICATED)
+        if self.sequence_parallel is False and is_positions(state, tensor):
+            return False
         if not state.is_sharded or self.shards_batch == grows(tensor.shape[state.dim]):
             return True
         return self.shards_experts and state.dim == 0 and not any(map(grows, tensor.shape))
@@ -59,6 +64,12 @@ class AxisRule:
         if self.idle:
             return (INVARIANT if requires_grad else REPLICATED,)
         return (INVARIANT if requires_grad else REPLICATED, PARTIAL)
+
+
+def is_positions(state: State, tensor: TensorInfo) -> bool:
+    """Whether ``state`` shards the positions of hidden states [sequences, positions, features]."""
+    shape = tensor.shape
+    return state.is_sharded and state.dim == 1 and len(shape) == 3 and grows(shape[0])
 
 
 def grows(size: int | sympy.Expr) -> bool:
