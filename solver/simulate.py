@@ -3,16 +3,21 @@
 A rank has a compute stream and a communication stream. Computing actions wait for their message and
 for the gathers of their segment; gathers and reductions queue on the communication stream from
 the moment they are issued. Compute beside communication is slowed down by a share of the overlap.
+
+A compact schedule is simulated run by run: while the communication stream is idle, a run takes the
+sum of its actions, which is exact because nothing happens between them. Otherwise, and where the
+timeline is recorded, its actions are simulated one by one.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.errors import ScheduleError
-from autopar.ir.schedule import Action, ActionKind, Schedule
+from autopar.ir.schedule import Action, ActionKind, CompactSchedule, Run, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +53,8 @@ class Simulation:
         busy_s: Compute of each stage, without waiting.
         exposed_s: Waiting for gathers and reductions, by stage.
         peak_held_bytes: The most that forwarded and not yet backwarded segments hold, by stage.
-        timeline: Computing and communicating actions of each stage.
+        timeline: Computing and communicating actions of each stage, where it is recorded.
+        messages: Sends of each stage until they arrive, where the timeline is recorded.
     """
 
     step_s: float
@@ -56,10 +62,17 @@ class Simulation:
     exposed_s: tuple[float, ...]
     peak_held_bytes: tuple[int, ...]
     timeline: tuple[tuple[Event, ...], ...]
+    messages: tuple[tuple[Event, ...], ...]
+
+    @property
+    def waiting_s(self) -> tuple[float, ...]:
+        """Waiting for other stages, by stage: what is neither busy nor exposed."""
+        pairs = zip(self.busy_s, self.exposed_s, strict=True)
+        return tuple(max(0.0, self.step_s - busy - exposed) for busy, exposed in pairs)
 
 
 def simulate(
-    schedule: Schedule,
+    schedule: Schedule | CompactSchedule,
     times: SegmentTimes,
     *,
     optimizer_s: Sequence[float],
@@ -78,34 +91,64 @@ def simulate(
     Raises:
         ScheduleError: The stages wait for each other for ever.
     """
-    messages: dict[tuple[ActionKind, int, int], float] = {}
+    items = schedule.items if isinstance(schedule, CompactSchedule) else _one_by_one(schedule)
+    messages: dict[int, float] = {}
     ranks = [
-        _Rank(actions, times, messages, optimizer_s[stage], slowdown, record)
-        for stage, actions in enumerate(schedule.actions)
+        _Rank(
+            items=of_stage,
+            num_micro_batches=schedule.num_micro_batches,
+            times=times,
+            messages=messages,
+            optimizer_s=optimizer_s[stage],
+            slowdown=slowdown,
+            record=record,
+        )
+        for stage, of_stage in enumerate(items)
     ]
     moved = True
     while moved:
         moved = False
         for rank in ranks:
             moved = rank.advance() or moved
-    stuck = [stage for stage, rank in enumerate(ranks) if rank.position < len(rank.actions)]
-    if stuck:
-        action = ranks[stuck[0]].actions[ranks[stuck[0]].position]
-        raise ScheduleError("the stages wait for each other", where=f"stage {stuck[0]}, {action}")
+    for stage, rank in enumerate(ranks):
+        if rank.position < len(rank.items):
+            item = rank.items[rank.position]
+            action = next(item.actions()) if isinstance(item, Run) else item
+            raise ScheduleError("the stages wait for each other", where=f"stage {stage}, {action}")
     return Simulation(
         step_s=max(rank.clock for rank in ranks),
         busy_s=tuple(rank.busy_s for rank in ranks),
         exposed_s=tuple(rank.exposed_s for rank in ranks),
         peak_held_bytes=tuple(rank.peak_bytes for rank in ranks),
         timeline=tuple(tuple(rank.events) for rank in ranks),
+        messages=tuple(tuple(rank.sent) for rank in ranks),
     )
 
 
-@dataclass(slots=True)
+def _one_by_one(schedule: Schedule) -> tuple[tuple[Run | Action, ...], ...]:
+    """Each computing action as a run of its own; it waits if its receive was posted before."""
+    stages: list[tuple[Run | Action, ...]] = []
+    for actions in schedule.actions:
+        posted: set[Action] = set()
+        items: list[Run | Action] = []
+        for action in actions:
+            if action.kind in (ActionKind.RECEIVE_ACTIVATIONS, ActionKind.RECEIVE_GRADIENTS):
+                posted.add(action)
+            elif action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+                run = Run(action.kind, (action.segment,), action.micro_batch)
+                items.append(run._replace(receives=run.receive in posted))
+            else:
+                items.append(action)
+        stages.append(tuple(items))
+    return tuple(stages)
+
+
+@dataclass(slots=True, kw_only=True)
 class _Rank:
-    actions: tuple[Action, ...]
+    items: tuple[Run | Action, ...]
+    num_micro_batches: int
     times: SegmentTimes
-    messages: dict[tuple[ActionKind, int, int], float]
+    messages: dict[int, float]
     optimizer_s: float
     slowdown: float
     record: bool
@@ -118,28 +161,94 @@ class _Rank:
     peak_bytes: int = 0
     gathered: dict[int, float] = field(default_factory=dict)
     comm: deque[tuple[float, float]] = field(default_factory=deque)
-    awaits: set[tuple[ActionKind, int, int]] = field(default_factory=set)
+    forward: dict[tuple[int, ...], tuple[float, int, float, int]] = field(default_factory=dict)
+    backward: dict[tuple[int, ...], tuple[float, int, float, int]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
+    sent: list[Event] = field(default_factory=list)
 
     def advance(self) -> bool:
-        """Run actions until one has to wait for a message that was not sent yet."""
-        started = self.position
-        while self.position < len(self.actions) and self.run(self.actions[self.position]):
-            self.position += 1
-        return self.position > started
+        """Go on until an action has to wait for a message that was not sent yet.
 
-    def run(self, action: Action) -> bool:
+        The loop keeps the rank's numbers in local names: large schedules have 10⁵ runs.
+        """
+        items, messages, record = self.items, self.messages, self.record
+        started, end, num_all = self.position, len(self.items), 2 * self.num_micro_batches
+        position, clock, busy_s = started, self.clock, self.busy_s
+        held_bytes, peak_bytes, comm_clock = self.held_bytes, self.peak_bytes, self.comm_clock
+        while position < end:
+            item = items[position]
+            if isinstance(item, Action):
+                self.clock, self.busy_s = clock, busy_s
+                self.run_action(item)
+                clock, busy_s, comm_clock = self.clock, self.busy_s, self.comm_clock
+                position += 1
+                continue
+            kind, segments, micro_batch, num, receives, sends = item
+            # activations have odd keys, gradients even ones
+            known, key = self.backward, 2 * micro_batch
+            if kind is ActionKind.FORWARD:
+                known, key = self.forward, key + 1
+            if receives:
+                arrival = messages.get(segments[0] * num_all + key)
+                if arrival is None:
+                    break
+                if arrival > clock:
+                    clock = arrival
+            found = known.get(segments)
+            if found is None:
+                found = known[segments] = self.totals(kind is ActionKind.FORWARD, segments)
+            seconds, more_bytes, send_s, target = found
+            if record or comm_clock > clock:
+                self.clock, self.busy_s = clock, busy_s
+                self.compute_each(item, num * seconds)
+                clock, busy_s = self.clock, self.busy_s
+            else:
+                clock += num * seconds
+                busy_s += num * seconds
+            held_bytes += num * more_bytes
+            if held_bytes > peak_bytes:
+                peak_bytes = held_bytes
+            if sends:
+                messages[target * num_all + key] = clock + send_s
+                if record:
+                    self.sent.append(Event(action=item.send, start_s=clock, end_s=clock + send_s))
+            position += 1
+        self.position, self.clock, self.busy_s = position, clock, busy_s
+        self.held_bytes, self.peak_bytes = held_bytes, peak_bytes
+        return position > started
+
+    def totals(self, forward: bool, segments: tuple[int, ...]) -> tuple[float, int, float, int]:
+        """Of one micro-batch through ``segments``: seconds, bytes that are held more afterwards,
+        seconds of the message that may follow, and the segment that it goes to.
+        """
+        seconds = self.times.forward_s if forward else self.times.backward_s
+        target = segments[-1] + 1 if forward else segments[-1] - 1
+        held_bytes = sum(self.times.held_bytes[segment] for segment in segments)
+        return (
+            math.fsum(seconds[segment] for segment in segments),
+            held_bytes if forward else -held_bytes,
+            self.times.send_s[min(segments[-1], target)],
+            target,
+        )
+
+    def compute_each(self, run: Run, seconds: float) -> None:
+        """The actions of a run one by one, as long as communication runs beside them."""
+        each = self.times.forward_s if run.kind is ActionKind.FORWARD else self.times.backward_s
+        left = seconds
+        for action in run.actions():
+            if self.comm_clock <= self.clock and not self.record:
+                left = max(0.0, left)
+                self.clock += left
+                self.busy_s += left
+                return
+            self.wait_for_comm(self.gathered.get(action.segment, 0.0))
+            self.occupy(action, each[action.segment])
+            left -= each[action.segment]
+
+    def run_action(self, action: Action) -> None:
         kind, segment = action.kind, action.segment
-        if kind is ActionKind.FORWARD or kind is ActionKind.BACKWARD:
-            return self.compute(action)
-        if kind is ActionKind.RECEIVE_ACTIVATIONS or kind is ActionKind.RECEIVE_GRADIENTS:
-            self.awaits.add((kind, segment, action.micro_batch))
-        elif kind is ActionKind.SEND_ACTIVATIONS:
-            key = (ActionKind.RECEIVE_ACTIVATIONS, segment + 1, action.micro_batch)
-            self.messages[key] = self.clock + self.times.send_s[segment]
-        elif kind is ActionKind.SEND_GRADIENTS:
-            key = (ActionKind.RECEIVE_GRADIENTS, segment - 1, action.micro_batch)
-            self.messages[key] = self.clock + self.times.send_s[segment - 1]
+        if kind is ActionKind.SEND_ACTIVATIONS or kind is ActionKind.SEND_GRADIENTS:
+            self.send(action)
         elif kind is ActionKind.GATHER_PARAMETERS:
             self.gathered[segment] = self.communicate(action, self.times.gather_s[segment])
         elif kind is ActionKind.REDUCE_GRADIENTS:
@@ -147,25 +256,16 @@ class _Rank:
         elif kind is ActionKind.OPTIMIZER:
             self.wait_for_comm(self.comm_clock)
             self.occupy(action, self.optimizer_s)
-        return True
 
-    def compute(self, action: Action) -> bool:
-        forward = action.kind is ActionKind.FORWARD
-        receive = ActionKind.RECEIVE_ACTIVATIONS if forward else ActionKind.RECEIVE_GRADIENTS
-        key = (receive, action.segment, action.micro_batch)
-        if key in self.awaits:
-            if key not in self.messages:
-                return False
-            self.clock = max(self.clock, self.messages[key])
-        self.wait_for_comm(self.gathered.get(action.segment, 0.0))
-        if forward:
-            self.held_bytes += self.times.held_bytes[action.segment]
-            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        else:
-            self.held_bytes -= self.times.held_bytes[action.segment]
-        seconds = self.times.forward_s if forward else self.times.backward_s
-        self.occupy(action, seconds[action.segment])
-        return True
+    def send(self, action: Action) -> None:
+        """Start a message; sending takes the stage no time."""
+        forward = action.kind is ActionKind.SEND_ACTIVATIONS
+        target = action.segment + 1 if forward else action.segment - 1
+        arrival = self.clock + self.times.send_s[min(action.segment, target)]
+        key = 2 * (target * self.num_micro_batches + action.micro_batch) + forward
+        self.messages[key] = arrival
+        if self.record:
+            self.sent.append(Event(action=action, start_s=self.clock, end_s=arrival))
 
     def occupy(self, action: Action, seconds: float) -> None:
         """Compute for ``seconds``, longer where communication runs beside it."""

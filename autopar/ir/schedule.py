@@ -2,12 +2,17 @@
 
 Text form: ``F2.0`` is the forward of micro-batch 0 through segment 2, ``G2`` the gather of segment
 2's parameters. The simulator runs this list with costs, the runtime with tensors.
+
+A large schedule has a hundred thousand actions that differ in their micro-batch only. Its compact
+form writes computing actions in a row as one ``Run``; ``CompactSchedule.expand`` gives the list.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class ActionKind(Enum):
@@ -70,3 +75,85 @@ class Schedule:
         return "\n".join(
             f"{stage}: " + " ".join(map(str, actions)) for stage, actions in enumerate(self.actions)
         )
+
+
+class Run(NamedTuple):
+    """Computing actions in a row: for each micro-batch, the segments in this order.
+
+    Either several segments of one micro-batch, which hand on to each other on the stage, or several
+    micro-batches through one segment. A tuple, because schedules have tens of thousands of them.
+    """
+
+    kind: ActionKind  # FORWARD or BACKWARD
+    segments: tuple[int, ...]
+    micro_batch: int
+    num_micro_batches: int = 1
+    receives: bool = False  # the first action waits for a message
+    sends: bool = False  # the last action is followed by a message
+
+    def actions(self) -> Iterator[Action]:
+        """The computing actions, in order."""
+        for micro_batch in range(self.micro_batch, self.micro_batch + self.num_micro_batches):
+            for segment in self.segments:
+                yield Action(self.kind, segment, micro_batch)
+
+    @property
+    def receive(self) -> Action:
+        """The receive for which the first action waits, where it waits for one."""
+        return Action(_RECEIVES[self.kind], self.segments[0], self.micro_batch)
+
+    @property
+    def send(self) -> Action:
+        """The send that follows the last action, where one does."""
+        return Action(_SENDS[self.kind], self.segments[-1], self.micro_batch)
+
+
+_RECEIVES = {
+    ActionKind.FORWARD: ActionKind.RECEIVE_ACTIVATIONS,
+    ActionKind.BACKWARD: ActionKind.RECEIVE_GRADIENTS,
+}
+_SENDS = {
+    ActionKind.FORWARD: ActionKind.SEND_ACTIVATIONS,
+    ActionKind.BACKWARD: ActionKind.SEND_GRADIENTS,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompactSchedule:
+    """A schedule whose computing actions and messages are runs; ``items`` has those of each stage.
+
+    The actions among the items are gathers, frees, reductions and the optimizer.
+    """
+
+    name: str
+    num_micro_batches: int
+    stage_of_segment: tuple[int, ...]
+    items: tuple[tuple[Run | Action, ...], ...]
+
+    def expand(self) -> Schedule:
+        """All actions. The receive of a run is posted one computing action ahead."""
+        return Schedule(
+            name=self.name,
+            num_micro_batches=self.num_micro_batches,
+            stage_of_segment=self.stage_of_segment,
+            actions=tuple(tuple(_expanded(items)) for items in self.items),
+        )
+
+
+def _expanded(items: tuple[Run | Action, ...]) -> Iterator[Action]:
+    runs = [item for item in items if isinstance(item, Run)]
+    if runs and runs[0].receives:
+        yield runs[0].receive
+    position = 0
+    for item in items:
+        if isinstance(item, Action):
+            yield item
+            continue
+        *others, last = item.actions()
+        yield from others
+        position += 1
+        if position < len(runs) and runs[position].receives:
+            yield runs[position].receive
+        yield last
+        if item.sends:
+            yield item.send

@@ -1,39 +1,64 @@
 """Generators of schedules: an order of forwards and backwards for each stage, and one lowering that
 adds the rest.
 
-An *order* says what a stage computes and when. Lowering adds receives (posted one compute action
-ahead), sends, gathers (one run of uses ahead), frees, reductions and the optimizer, in the same way
-for every order.
+An *order* (``orders``) says what a stage computes and when. Lowering (``lower_order``) adds
+receives (posted one compute action ahead), sends, gathers (one run of uses ahead), frees,
+reductions and the optimizer, in the same way for every order.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 from autopar.ir.errors import ScheduleError
-from autopar.ir.schedule import Action, ActionKind, Schedule
-
-ComputeOrder = tuple[Action, ...]
-"""The forwards and backwards of one stage, in order."""
+from autopar.ir.lower_order import lower_order
+from autopar.ir.orders import (
+    Order,
+    check_contiguous,
+    check_modular,
+    forward_order,
+    interleaved_order,
+    layered_order,
+    one_f_one_b_order,
+)
+from autopar.ir.schedule import CompactSchedule, Schedule
 
 ONE_F_ONE_B = "1f1b"
+INTERLEAVED = "interleaved"
 LAYERED = "layered"
 FORWARD_ONLY = "forward"
+
+_ORDERS: dict[str, Order] = {
+    ONE_F_ONE_B: one_f_one_b_order,
+    INTERLEAVED: interleaved_order,
+    LAYERED: layered_order,
+    FORWARD_ONLY: forward_order,
+}
 
 
 def make_schedule(
     name: str, stage_of_segment: Sequence[int], num_micro_batches: int, *, zero_stage: int = 0
 ) -> Schedule:
-    """The schedule called ``name`` (``1f1b`` or ``layered``); for the other arguments see the
-    generators.
+    """The schedule called ``name`` (``1f1b``, ``interleaved`` or ``layered``); for the other
+    arguments see the generators.
     """
-    generators = {ONE_F_ONE_B: one_f_one_b, LAYERED: layered}
-    if name not in generators:
-        raise ScheduleError(
-            f"no schedule is called {name!r}", hint=f"one of {', '.join(generators)}"
-        )
-    return generators[name](stage_of_segment, num_micro_batches, zero_stage=zero_stage)
+    return compact_schedule(
+        name, stage_of_segment, num_micro_batches, zero_stage=zero_stage
+    ).expand()
+
+
+def compact_schedule(
+    name: str, stage_of_segment: Sequence[int], num_micro_batches: int, *, zero_stage: int = 0
+) -> CompactSchedule:
+    """``make_schedule`` before it is expanded: a hundredth of the work for long schedules.
+
+    Raises:
+        ScheduleError: No schedule is called so, or as the generators.
+    """
+    known = [other for other in _ORDERS if other != FORWARD_ONLY]
+    if name not in known:
+        raise ScheduleError(f"no schedule is called {name!r}", hint=f"one of {', '.join(known)}")
+    return _make(name, tuple(stage_of_segment), num_micro_batches, zero_stage)
 
 
 def one_f_one_b(
@@ -50,31 +75,28 @@ def one_f_one_b(
     Raises:
         ScheduleError: the segments are not contiguous, or a number is out of range.
     """
-    stages = _checked(stage_of_segment, num_micro_batches, zero_stage)
-    if list(stages) != sorted(stages):
-        raise ScheduleError(
-            f"1F1B needs contiguous stages, not {stages}", hint="use the layered schedule"
-        )
+    return _make(ONE_F_ONE_B, stage_of_segment, num_micro_batches, zero_stage).expand()
 
-    def order(stage: int) -> Iterator[Action]:
-        segments = _segments_of(stages, stage)
-        warm_up = min(num_micro_batches, max(stages) + 1 - stage)
-        for micro_batch in range(num_micro_batches + warm_up):
-            if micro_batch < num_micro_batches:
-                for segment in segments:
-                    yield Action(ActionKind.FORWARD, segment, micro_batch)
-            if micro_batch >= warm_up - 1 and micro_batch < num_micro_batches + warm_up - 1:
-                for segment in reversed(segments):
-                    yield Action(ActionKind.BACKWARD, segment, micro_batch - warm_up + 1)
 
-    return _lower(
-        ONE_F_ONE_B,
-        stages,
-        num_micro_batches,
-        order,
-        regather=zero_stage == 3,
-        reduce_each=zero_stage >= 2,
-    )
+def interleaved_1f1b(
+    stage_of_segment: Sequence[int], num_micro_batches: int, *, zero_stage: int = 0
+) -> Schedule:
+    """Interleaved 1F1B over virtual stages (Narayanan et al. 2021; Megatron-LM's order).
+
+    A virtual stage is a run of segments on one stage; number c is on stage c mod p. At most
+    min(v·M, 2(p − r − 1) + (v − 1)·p + 1) of them are in flight on stage r (from 0) where p
+    divides M. Where it does not, the rounds of micro-batches are longer than p and as equal as can
+    be: Megatron-LM refuses that, and so does torch unless they are equal.
+
+    Args:
+        stage_of_segment: Stage of each segment; as many virtual stages on each stage.
+        num_micro_batches: Micro-batches per step and data rank; any number.
+        zero_stage: As for ``one_f_one_b``.
+
+    Raises:
+        ScheduleError: the virtual stages do not go round the stages, or a number is out of range.
+    """
+    return _make(INTERLEAVED, stage_of_segment, num_micro_batches, zero_stage).expand()
 
 
 def layered(
@@ -95,24 +117,7 @@ def layered(
     Raises:
         ScheduleError: a stage has no segment, or a number is out of range.
     """
-    stages = _checked(stage_of_segment, num_micro_batches, zero_stage)
-    last = len(stages) - 1
-
-    def order(stage: int) -> Iterator[Action]:
-        segments = _segments_of(stages, stage)
-        for segment in segments:
-            for micro_batch in range(num_micro_batches):
-                yield Action(ActionKind.FORWARD, segment, micro_batch)
-                if segment == last:
-                    yield Action(ActionKind.BACKWARD, segment, micro_batch)
-        for segment in reversed(segments):
-            if segment != last:
-                for micro_batch in range(num_micro_batches):
-                    yield Action(ActionKind.BACKWARD, segment, micro_batch)
-
-    return _lower(
-        LAYERED, stages, num_micro_batches, order, regather=zero_stage == 3, reduce_each=False
-    )
+    return _make(LAYERED, stage_of_segment, num_micro_batches, zero_stage).expand()
 
 
 def forward_only(
@@ -126,25 +131,7 @@ def forward_only(
     Raises:
         ScheduleError: a stage has no segment, or a number is out of range.
     """
-    stages = _checked(stage_of_segment, num_micro_batches, zero_stage)
-
-    def order(stage: int) -> Iterator[Action]:
-        segments, micro_batches = _segments_of(stages, stage), range(num_micro_batches)
-        if list(stages) == sorted(stages):
-            for micro_batch, segment in itertools.product(micro_batches, segments):
-                yield Action(ActionKind.FORWARD, segment, micro_batch)
-        else:
-            for segment, micro_batch in itertools.product(segments, micro_batches):
-                yield Action(ActionKind.FORWARD, segment, micro_batch)
-
-    return _lower(
-        FORWARD_ONLY,
-        stages,
-        num_micro_batches,
-        order,
-        regather=zero_stage == 3,
-        reduce_each=False,
-    )
+    return _make(FORWARD_ONLY, stage_of_segment, num_micro_batches, zero_stage).expand()
 
 
 def contiguous_stages(num_stages: int, segments_per_stage: int) -> tuple[int, ...]:
@@ -155,6 +142,32 @@ def contiguous_stages(num_stages: int, segments_per_stage: int) -> tuple[int, ..
 def modular_stages(num_stages: int, segments_per_stage: int) -> tuple[int, ...]:
     """Stage of each segment when segment k sits on stage k mod p."""
     return tuple(k % num_stages for k in range(num_stages * segments_per_stage))
+
+
+def _make(
+    name: str, stage_of_segment: Sequence[int], num_micro_batches: int, zero_stage: int
+) -> CompactSchedule:
+    stages = _checked(stage_of_segment, num_micro_batches, zero_stage)
+    if name == ONE_F_ONE_B:
+        check_contiguous(stages)
+    elif name == INTERLEAVED:
+        check_modular(stages)
+    return CompactSchedule(
+        name=name,
+        num_micro_batches=num_micro_batches,
+        stage_of_segment=stages,
+        items=tuple(
+            lower_order(
+                tuple(_ORDERS[name](stages, stage, num_micro_batches)),
+                stages,
+                stage,
+                num_micro_batches,
+                regather=zero_stage == 3,
+                reduce_each=zero_stage >= 2 and name in (ONE_F_ONE_B, INTERLEAVED),
+            )
+            for stage in range(max(stages) + 1)
+        ),
+    )
 
 
 def _checked(
@@ -168,115 +181,3 @@ def _checked(
     if zero_stage not in (0, 1, 2, 3):
         raise ScheduleError(f"ZeRO stage {zero_stage} does not exist", hint="0, 1, 2 or 3")
     return stages
-
-
-def _segments_of(stages: tuple[int, ...], stage: int) -> tuple[int, ...]:
-    return tuple(k for k, holder in enumerate(stages) if holder == stage)
-
-
-def _lower(
-    name: str,
-    stages: tuple[int, ...],
-    num_micro_batches: int,
-    order: Callable[[int], Iterator[Action]],
-    *,
-    regather: bool,
-    reduce_each: bool,
-) -> Schedule:
-    return Schedule(
-        name=name,
-        num_micro_batches=num_micro_batches,
-        stage_of_segment=stages,
-        actions=tuple(
-            lower_order(
-                tuple(order(stage)),
-                stages,
-                num_micro_batches,
-                regather=regather,
-                reduce_each=reduce_each,
-            )
-            for stage in range(max(stages) + 1)
-        ),
-    )
-
-
-def lower_order(
-    order: ComputeOrder,
-    stages: tuple[int, ...],
-    num_micro_batches: int,
-    *,
-    regather: bool,
-    reduce_each: bool,
-) -> tuple[Action, ...]:
-    """All actions of the stage that computes ``order``.
-
-    Args:
-        order: Forwards and backwards of the stage.
-        stages: Stage of every segment of the model.
-        num_micro_batches: Micro-batches per step.
-        regather: Parameters are gathered before, and freed after, each run of uses; otherwise
-            gathered once.
-        reduce_each: Gradients are reduced after every backward; otherwise once, after the segment's
-            last.
-    """
-    starts, ends = _runs(order)
-    lowered: list[Action] = []
-    gathered: set[int] = set()
-
-    def gather(segment: int) -> None:
-        if regather or segment not in gathered:
-            gathered.add(segment)
-            lowered.append(Action(ActionKind.GATHER_PARAMETERS, segment))
-
-    lowered.extend(_receive(order[0], stages))
-    for position, action in enumerate(order):
-        if position in starts:
-            if position == 0:
-                gather(action.segment)
-            following = ends[position]
-            if following < len(order):
-                gather(order[following].segment)
-        if position + 1 < len(order):
-            lowered.extend(_receive(order[position + 1], stages))
-        lowered.append(action)
-        lowered.extend(_send(action, stages))
-        if action.kind is ActionKind.BACKWARD and (
-            reduce_each or action.micro_batch == num_micro_batches - 1
-        ):
-            lowered.append(Action(ActionKind.REDUCE_GRADIENTS, action.segment))
-        if regather and (position + 1 in starts or position + 1 == len(order)):
-            lowered.append(Action(ActionKind.FREE_PARAMETERS, action.segment))
-    lowered.append(Action(ActionKind.OPTIMIZER))
-    return tuple(lowered)
-
-
-def _runs(order: ComputeOrder) -> tuple[frozenset[int], dict[int, int]]:
-    """Where maximal runs of uses of one segment start, and (by start) where the following run
-    starts.
-    """
-    ends: dict[int, int] = {}
-    position = 0
-    for _, run in itertools.groupby(order, key=lambda action: action.segment):
-        start, position = position, position + len(list(run))
-        ends[start] = position
-    return frozenset(ends), ends
-
-
-def _receive(action: Action, stages: tuple[int, ...]) -> Iterator[Action]:
-    """The receive that ``action`` waits for, if it needs one."""
-    segment = action.segment
-    if action.kind is ActionKind.FORWARD:
-        if segment > 0 and stages[segment - 1] != stages[segment]:
-            yield Action(ActionKind.RECEIVE_ACTIVATIONS, segment, action.micro_batch)
-    elif segment + 1 < len(stages) and stages[segment + 1] != stages[segment]:
-        yield Action(ActionKind.RECEIVE_GRADIENTS, segment, action.micro_batch)
-
-
-def _send(action: Action, stages: tuple[int, ...]) -> Iterator[Action]:
-    """The send of what ``action`` made, if another stage needs it."""
-    segment = action.segment
-    if action.kind is ActionKind.FORWARD:
-        if segment + 1 < len(stages) and stages[segment + 1] != stages[segment]:
-            yield Action(ActionKind.SEND_ACTIVATIONS, segment, action.micro_batch)
-    elif segment > 0 and stages[segment - 1] != stages[segment]:
-        yield Action(ActionKind.SEND_GRADIENTS, segment, action.micro_batch)

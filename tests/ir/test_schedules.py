@@ -13,14 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import (  # the oracle of orders
     Schedule1F1B,
+    ScheduleInterleaved1F1B,
     ScheduleLoopedBFS,
 )
 
 from autopar.ir.errors import ScheduleError
-from autopar.ir.schedule import Action, ActionKind, Schedule
+from autopar.ir.schedule import Action, ActionKind, Run, Schedule
 from autopar.ir.schedule_checks import makespan, peak_live, validate
 from autopar.ir.schedules import (
+    compact_schedule,
     contiguous_stages,
+    interleaved_1f1b,
     layered,
     make_schedule,
     modular_stages,
@@ -41,7 +44,14 @@ def all_small(zero_stage: int) -> list[Schedule]:
         schedules.append(one_f_one_b(contiguous_stages(p, v), m, zero_stage=zero_stage))
         schedules.append(layered(contiguous_stages(p, v), m, zero_stage=zero_stage))
         schedules.append(layered(modular_stages(p, v), m, zero_stage=zero_stage))
+        schedules.append(interleaved_1f1b(modular_stages(p, v), m, zero_stage=zero_stage))
+        schedules.append(interleaved_1f1b(blocks_of(p, v), m, zero_stage=zero_stage))
     return schedules
+
+
+def blocks_of(p: int, v: int) -> list[int]:
+    """Modular stages whose virtual stages have one or two segments each."""
+    return [c % p for c in range(p * v) for _ in range(1 + c % 2)]
 
 
 def compute(schedule: Schedule, stage: int) -> list[Action]:
@@ -79,6 +89,66 @@ def test_1f1b_has_the_order_of_torch(p: int, m: int):
         if stage == p - 1:  # torch numbers the forwards of the last stage from 1
             expected = [(kind, j - (kind is F)) for kind, j in expected]
         assert [(a.kind, a.micro_batch) for a in compute(schedule, stage)] == expected
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(p, v, m) for p, v, m in SMALL if p > 1])
+def test_interleaved_has_the_order_of_torch(p: int, v: int, m: int):
+    """Torch takes numbers of micro-batches that its rounds divide; ours takes the others, too."""
+    rounds = max(1, m // p)
+    schedule = interleaved_1f1b(modular_stages(p, v), m)
+    validate(schedule)
+    if m % rounds:
+        return
+    oracle: Any = ScheduleInterleaved1F1B.__new__(ScheduleInterleaved1F1B)
+    oracle.pp_group_size, oracle.n_local_stages, oracle._n_microbatches = p, v, m
+    oracle.number_of_rounds, oracle.microbatches_per_round = rounds, m // rounds
+    for stage in range(p):
+        order = [a for a in oracle._calculate_single_rank_operations(stage) if a is not None]
+        expected = [
+            (KINDS[a.computation_type.name], a.stage_index, a.microbatch_index) for a in order
+        ]
+        own = [(a.kind, a.segment, a.micro_batch) for a in compute(schedule, stage)]
+        assert own == expected
+
+
+@pytest.mark.parametrize(
+    ("p", "v", "rounds"), list(itertools.product(range(2, 5), range(1, 4), (1, 2, 3)))
+)
+def test_interleaved_has_the_bubble_and_memory_of_the_formulas(p: int, v: int, rounds: int):
+    m = p * rounds
+    schedule = interleaved_1f1b(modular_stages(p, v), m)
+    bubble = makespan(schedule, forward=1, backward=2) / (3.0 * v * m) - 1
+    assert bubble == pytest.approx((v * max(m, p) + min(m, p) - 1) / (v * m) - 1)
+    assert peak_live(schedule) == tuple(
+        min(v * m, 2 * (p - rank - 1) + (v - 1) * p + 1) for rank in range(p)
+    )
+
+
+def test_interleaved_on_one_stage_is_1f1b():
+    schedule = interleaved_1f1b([0, 0, 0], 4)
+    assert schedule.actions == one_f_one_b([0, 0, 0], 4).actions
+
+
+@pytest.mark.parametrize("stages", [[0, 1, 0], [0, 1, 1, 0], [1, 0], [0, 1, 2, 0, 2, 1]])
+def test_interleaved_refuses_what_does_not_go_round(stages: list[int]):
+    with pytest.raises(ScheduleError, match="go round"):
+        interleaved_1f1b(stages, 4)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "layered"])
+@pytest.mark.parametrize("zero_stage", range(4))
+def test_the_compact_form_is_as_short_as_its_messages_and_collectives_allow(name, zero_stage):
+    """Two runs a micro-batch and virtual stage, but where each segment is gathered or reduced."""
+    p, m, width = 3, 12, 5
+    stages = [s for s in range(p) for _ in range(width if name != "layered" else 1)]
+    compact = compact_schedule(name, stages, m, zero_stage=zero_stage)
+    counts = [sum(isinstance(item, Run) for item in items) for items in compact.items]
+    if name == "layered" or zero_stage <= 1:
+        assert max(counts) <= 2 * m + 2 * width
+    elif zero_stage == 2:  # each backward is reduced
+        assert max(counts) <= m * (width + 1) + width
+    else:
+        assert max(counts) <= 2 * m * width
 
 
 @pytest.mark.parametrize(("p", "v", "m"), SMALL)
@@ -185,6 +255,7 @@ def test_receives_are_posted_one_compute_action_ahead():
 def test_schedules_are_made_by_name():
     assert make_schedule("layered", [0, 1], 2) == layered([0, 1], 2)
     assert make_schedule("1f1b", [0, 1], 2) == one_f_one_b([0, 1], 2)
+    assert make_schedule("interleaved", [0, 1, 0, 1], 2) == interleaved_1f1b([0, 1, 0, 1], 2)
     with pytest.raises(ScheduleError, match="no schedule"):
         make_schedule("gpipe", [0], 1)
 

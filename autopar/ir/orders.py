@@ -1,0 +1,143 @@
+"""What each stage computes and when: the order of its forwards and backwards, schedule by schedule.
+
+An order is a list of *passes*: a micro-batch through some segments, or some micro-batches through
+one segment. What else a stage does for it (messages, gathers, reductions) is ``lower_order``'s.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from autopar.ir.errors import ScheduleError
+from autopar.ir.schedule import ActionKind
+
+
+class Pass(NamedTuple):
+    """Forwards or backwards in a row: some segments of one micro-batch, or some micro-batches
+    (from ``micro_batch`` on) through one segment.
+    """
+
+    kind: ActionKind  # FORWARD or BACKWARD
+    segments: tuple[int, ...]
+    micro_batch: int
+    num_micro_batches: int = 1
+
+
+Order = Callable[[tuple[int, ...], int, int], Iterator[Pass]]
+"""The passes of a stage, given the stage of every segment, the stage, and the micro-batches."""
+
+
+def segments_of(stages: tuple[int, ...], stage: int) -> tuple[int, ...]:
+    """The segments of a stage, in model order."""
+    return tuple(k for k, holder in enumerate(stages) if holder == stage)
+
+
+def chunks_of(stages: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Maximal runs of segments on one stage, in model order: the virtual stages."""
+    runs = itertools.groupby(range(len(stages)), key=lambda k: stages[k])
+    return tuple(tuple(run) for _, run in runs)
+
+
+def one_f_one_b_order(
+    stages: tuple[int, ...], stage: int, num_micro_batches: int
+) -> Iterator[Pass]:
+    """min(M, p − s) forwards (s from 0), then a backward and a forward in turn."""
+    down = segments_of(stages, stage)
+    up = down[::-1]
+    warm_up = min(num_micro_batches, max(stages) + 1 - stage)
+    for micro_batch in range(num_micro_batches + warm_up):
+        if micro_batch < num_micro_batches:
+            yield Pass(ActionKind.FORWARD, down, micro_batch)
+        if warm_up - 1 <= micro_batch < num_micro_batches + warm_up - 1:
+            yield Pass(ActionKind.BACKWARD, up, micro_batch - warm_up + 1)
+
+
+def interleaved_order(
+    stages: tuple[int, ...], stage: int, num_micro_batches: int
+) -> Iterator[Pass]:
+    """1F1B over virtual stages: rounds of p micro-batches go through one chunk after the other.
+
+    Stage r (from 0) runs 2(p − r − 1) + (v − 1)·p forwards before it takes turns. Where p does not
+    divide M there are ⌊M / p⌋ rounds (at least one) as equal as can be, the longer ones first.
+    """
+    num_stages = max(stages) + 1
+    chunks = [run for run in chunks_of(stages) if stages[run[0]] == stage]
+    rounds = _rounds(num_micro_batches, num_stages)
+    forwards = [
+        Pass(ActionKind.FORWARD, chunk, micro_batch)
+        for micro_batches in rounds
+        for chunk in chunks
+        for micro_batch in micro_batches
+    ]
+    upward = [chunk[::-1] for chunk in reversed(chunks)]
+    backwards = [
+        Pass(ActionKind.BACKWARD, chunk, micro_batch)
+        for micro_batches in rounds
+        for chunk in upward
+        for micro_batch in micro_batches
+    ]
+    warm_up = 2 * (num_stages - stage - 1) + (len(chunks) - 1) * len(rounds[0])
+    warm_up = min(warm_up, len(forwards))
+    yield from forwards[:warm_up]
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        yield forward
+        yield backward
+    yield from backwards[len(forwards) - warm_up :]
+
+
+def layered_order(stages: tuple[int, ...], stage: int, num_micro_batches: int) -> Iterator[Pass]:
+    """All micro-batches through a segment before the next; the model's last segment alternates."""
+    own, last = segments_of(stages, stage), len(stages) - 1
+    for segment in own:
+        if segment != last:
+            yield Pass(ActionKind.FORWARD, (segment,), 0, num_micro_batches)
+        else:
+            for micro_batch in range(num_micro_batches):
+                yield Pass(ActionKind.FORWARD, (segment,), micro_batch)
+                yield Pass(ActionKind.BACKWARD, (segment,), micro_batch)
+    for segment in reversed(own):
+        if segment != last:
+            yield Pass(ActionKind.BACKWARD, (segment,), 0, num_micro_batches)
+
+
+def forward_order(stages: tuple[int, ...], stage: int, num_micro_batches: int) -> Iterator[Pass]:
+    """Contiguous stages pass one micro-batch after the other; otherwise all pass a segment before
+    the next.
+    """
+    own = segments_of(stages, stage)
+    if list(stages) == sorted(stages):
+        for micro_batch in range(num_micro_batches):
+            yield Pass(ActionKind.FORWARD, own, micro_batch)
+    else:
+        for segment in own:
+            yield Pass(ActionKind.FORWARD, (segment,), 0, num_micro_batches)
+
+
+def check_contiguous(stages: tuple[int, ...]) -> None:
+    """Raise ``ScheduleError`` unless each stage has neighbouring segments, in order."""
+    if list(stages) != sorted(stages):
+        raise ScheduleError(
+            f"1F1B needs contiguous stages, not {stages}",
+            hint="use the interleaved or the layered schedule",
+        )
+
+
+def check_modular(stages: tuple[int, ...]) -> None:
+    """Raise ``ScheduleError`` unless virtual stage c is on stage c mod p, as many on each stage."""
+    num_stages = max(stages) + 1
+    holders = [stages[chunk[0]] for chunk in chunks_of(stages)]
+    expected = [number % num_stages for number in range(len(holders))]
+    if holders != expected or len(holders) % num_stages:
+        raise ScheduleError(
+            f"interleaved 1F1B needs virtual stages that go round the stages, not {stages}",
+            hint="virtual stage c belongs on stage c mod p, and every stage has as many",
+        )
+
+
+def _rounds(num_micro_batches: int, num_stages: int) -> list[range]:
+    num = max(1, num_micro_batches // num_stages)
+    size, longer = divmod(num_micro_batches, num)
+    starts = [n * size + min(n, longer) for n in range(num + 1)]
+    return [range(start, end) for start, end in itertools.pairwise(starts)]
