@@ -9,12 +9,14 @@ from torch import fx
 
 from autopar.ir.errors import InputError
 from autopar.ir.graph import ModelGraph, Role
+from autopar.ir.kernels import DEFAULT_KERNELS, runnable_kernels
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LAYOUT_AXES, Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import AXIS_HANDLE, Program
 from autopar.ir.typecheck import check_kind, check_model, check_moved
 from autopar.passes.base import Pass, TypedKind
+from autopar.passes.choose_kernels import choose_kernels
 from autopar.passes.idle_axes import settle_idle_axes
 from autopar.passes.insert_moves import InsertMoves
 from autopar.passes.localize import localize
@@ -37,6 +39,7 @@ def lower_plan(model: ModelGraph, plan: Plan) -> Program:
 
     Raises:
         PlacementError: A dim does not divide; also at the size of the last micro-batch.
+        InputError: The plan names kernels that nothing here runs.
     """
     return lower_at(model, plan.typed_layout(), plan)
 
@@ -52,6 +55,7 @@ def lower_at(model: ModelGraph, layout: Layout, plan: Plan) -> Program:
             mesh=mesh,
             micro_batch_size=micro_batch_size,
             segments=plan.segments,
+            kernels=plan.schedule.kernels,
         )
 
     program, last_size = at(batch.micro_batch_size), batch.last_size(mesh.batch_ranks)
@@ -67,6 +71,7 @@ def lower(
     mesh: Mesh,
     micro_batch_size: int,
     segments: Sequence[Cut],
+    kernels: str = DEFAULT_KERNELS,
 ) -> Program:
     """The program that the ranks of ``mesh`` run, one graph for each kind of block.
 
@@ -75,20 +80,24 @@ def lower(
             moves are inserted.
         micro_batch_size: Sequences per data rank.
         segments: Runs of blocks with their stages, in order.
+        kernels: By which it is computed.
 
     Raises:
         PlacementError: The layout does not type-check, or a dim does not divide.
-        InputError: The segments are not runs that cover the model, or the micro-batch is empty.
+        InputError: The segments are not runs that cover the model, or the micro-batch is empty, or
+            nothing here runs the kernels.
     """
     if micro_batch_size < 1:
         raise InputError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
+    chosen = runnable_kernels(kernels)
     batch = micro_batch_size * mesh.batch_ranks
     typed = place(model, layout, mesh=mesh, batch=batch)
     values = local_values(model, typed, mesh=mesh, batch=batch)
-    kinds = {
-        name: _module(localize(kind, mesh=mesh, batch=batch).graph, name)
-        for name, kind in typed.items()
-    }
+    kinds: dict[str, fx.GraphModule] = {}
+    for name, kind in typed.items():
+        graph = localize(kind, mesh=mesh, batch=batch).graph
+        choose_kernels(graph, chosen)
+        kinds[name] = _module(graph, name)
     return Program(
         kinds=kinds,
         segments=build_segments(model, segments, kinds),

@@ -61,8 +61,7 @@ class Executor:
             {axis: communicator.group(axis) for axis in LAYOUT_AXES},
             communicator.device,
         )
-        recompute = learns and plan.schedule.recompute == "full"
-        self.form = StageForm(bound, model, plan, communicator, recompute=recompute)
+        self.form = StageForm(bound, model, plan, communicator)
         self._last_form = self.form
         if bound.rest is not None:
             self._last_form = StageForm(
@@ -70,7 +69,6 @@ class Executor:
                 model,
                 plan,
                 communicator,
-                recompute=recompute,
                 constants=self.form.constants,
             )
         self._inputs: StepInputs | None = None

@@ -25,9 +25,8 @@ class StageForm:
     Args:
         program: With the rank's axis groups bound.
         model: The captured model.
-        plan: Whose sizes the program has.
+        plan: Whose sizes the program has, and whose recomputation holds where gradients flow.
         communicator: Of the rank.
-        recompute: See ``SegmentRunner``.
         constants: The rank's parts of constants, where another form has them already.
     """
 
@@ -38,14 +37,13 @@ class StageForm:
         plan: Plan,
         communicator: Communicator,
         *,
-        recompute: bool,
         constants: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.program = program
         self.slicer = BatchSlicer(program, model, plan, communicator.rank, communicator.device)
         stage = communicator.mesh.coordinates(communicator.rank)[PIPELINE_AXIS]
         self.runners = {
-            segment.index: SegmentRunner(segment, model, recompute=recompute)
+            segment.index: SegmentRunner(segment, model, plan.schedule)
             for segment in program.segments
             if segment.stage == stage
         }

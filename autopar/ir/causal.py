@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from autopar.ir.axis_group import AxisGroup
+from autopar.ir.eager_attention import eager_attention
 from autopar.ir.moves import take_shard
 from autopar.ir.placement import parse_state, sharded
 
@@ -23,6 +24,7 @@ def causal_attention(
     shards: Sequence[tuple[AxisGroup, str]],
     scale: float | None = None,
     enable_gqa: bool = False,
+    eager: bool = False,
 ) -> Tensor:
     """``scaled_dot_product_attention(…, is_causal=True)`` where a rank holds some query positions.
 
@@ -34,23 +36,33 @@ def causal_attention(
         key, value: ``[…, heads, num_positions, d]``: whole.
         shards: Axes that shard the positions, the outermost first, each with the state of the
             result on it, as text.
+        eager: By ``eager_attention``.
     """
+    attend = eager_attention if eager else functional.scaled_dot_product_attention
     parts: list[Tensor] = []
     taken = 0
     for start, length in position_runs(num_positions, shards):
         end = start + length
         parts.append(
-            functional.scaled_dot_product_attention(
+            attend(
                 query[..., taken : taken + length, :],
                 key[..., :end, :],
                 value[..., :end, :],
-                attn_mask=causal_lower_right(length, end),
+                attn_mask=_visible(length, end, query.device)
+                if eager
+                else causal_lower_right(length, end),
                 scale=scale,
                 enable_gqa=enable_gqa,
             )
         )
         taken += length
     return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+
+
+def _visible(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """Which keys the last ``num_queries`` positions see, as a mask."""
+    ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    return ones.tril(num_keys - num_queries)
 
 
 def position_runs(

@@ -44,6 +44,25 @@ DEFAULT_KERNELS = str(KernelSet())
 """What the runtime runs: ``scaled_dot_product_attention``, and every other op by itself."""
 
 
+RUNNABLE = ("eager", "flash_attention2")
+"""The kernels that the runtime has. Others can be estimated only."""
+
+
+def runnable_kernels(text: str) -> KernelSet:
+    """The kernels that ``text`` names.
+
+    Raises:
+        InputError: No such kernel, or the runtime does not have it.
+    """
+    kernels = parse_kernels(text)
+    if str(kernels) not in RUNNABLE:
+        raise InputError(
+            f"a plan with the kernels {str(kernels)!r} cannot be run: it is an estimate",
+            hint=f"plan with the kernel {' or '.join(RUNNABLE)} to run it",
+        )
+    return kernels
+
+
 def parse_kernels(text: str) -> KernelSet:
     """The kernels that ``text`` names.
 

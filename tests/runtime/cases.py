@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture, run_reference
 from autopar.ir.graph import ModelGraph, TensorInfo, ValueId
+from autopar.ir.kernels import DEFAULT_KERNELS
 from autopar.ir.mesh import DATA_AXIS, MESH_AXES, Mesh
 from autopar.ir.placement import INVARIANT, State
 from autopar.ir.plan import (
@@ -51,6 +52,7 @@ class Setup:
     schedule: ScheduleName = "1f1b"
     zero_stage: int = 0
     recompute: RecomputeName = "none"
+    kernels: str = DEFAULT_KERNELS
     precision: PrecisionName = "fp32"
     gradient_dtype: PrecisionName | None = None
     reduce_dtype: PrecisionName | None = None
@@ -140,7 +142,10 @@ def make_plan(setup: Setup) -> Plan:
             num_micro_batches=setup.num_micro_batches,
         ),
         schedule=SchedulePlan(
-            name=setup.schedule, recompute=setup.recompute, zero_stage=setup.zero_stage
+            name=setup.schedule,
+            recompute=setup.recompute,
+            zero_stage=setup.zero_stage,
+            kernels=setup.kernels,
         ),
         segments=[
             SegmentPlan(stage=stage, first_block=block, last_block=block)

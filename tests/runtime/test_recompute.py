@@ -1,0 +1,199 @@
+"""Recomputation changes no gradient, and what it computes again is not kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.ir.errors import InputError
+from autopar.ir.graph import ModelGraph
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Plan, RecomputeName, SchedulePlan
+from autopar.ir.program import bind_axes
+from autopar.ir.randomness import Drawing
+from autopar.passes import lower_plan
+from autopar.runtime.segment_runner import SegmentRunner
+from tests.models import HEADS, SEQ, tiny_gpt2, tiny_llama
+from tests.runtime.cases import Setup
+from tests.runtime.harness import lowered, train_on_threads
+from tests.runtime.laid_out import laid_out
+
+BY_NODES: tuple[RecomputeName, ...] = ("selective", "selective_op")
+MODES: tuple[RecomputeName, ...] = (*BY_NODES, "selective_layer", "full")
+
+SETUPS = [
+    Setup(name="dropout", mesh=Mesh(tp=2), zero_stage=0),
+    Setup(name="dropout", mesh=Mesh(dp_shard=2), zero_stage=3, kernels="eager"),
+    Setup(name="gpt2", mesh=Mesh(pp=2), kernels="eager"),  # tied over the stages
+    Setup(name="llama", mesh=Mesh(dp_shard=2, tp=2), zero_stage=3, sequence=True),
+    Setup(name="llama", mesh=Mesh(cp=2), kernels="eager", schedule="layered"),
+]
+
+
+@functools.cache
+def without(setup: Setup) -> Mapping[str, Tensor]:
+    """Gradients without recomputation."""
+    return train_on_threads(setup, num_steps=1)[0].gradients
+
+
+@pytest.mark.parametrize("recompute", MODES)
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_recomputation_changes_no_gradient(setup: Setup, recompute: RecomputeName) -> None:
+    setup = dataclasses.replace(setup, layers=3)
+    again = dataclasses.replace(setup, recompute=recompute)
+    gradients = train_on_threads(again, num_steps=1)[0].gradients
+    for name, expected in without(setup).items():
+        assert torch.equal(gradients[name], expected), name
+
+
+class Allocations(TorchDispatchMode):
+    """The storages that ops made, and those of them that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int, tuple[int, ...]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(results):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                reference = StorageWeakRef(storage)
+                self.made.setdefault(
+                    reference.cdata, (reference, storage.nbytes(), tuple(tensor.shape))
+                )
+        return results
+
+    def alive(self) -> list[tuple[int, tuple[int, ...]]]:
+        gc.collect()
+        found = self.made.values()
+        return [(size, shape) for reference, size, shape in found if not reference.expired()]
+
+
+def kept(
+    program: Any, model: ModelGraph, plan: Plan, schedule: SchedulePlan, *, block: int = 1
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Bytes and shape of all tensors that are alive after the forward of a block, beside its
+    arguments and results.
+    """
+    program = bind_axes(program, {})
+    segment = program.segments[block]
+    runner = SegmentRunner(segment, model, schedule)
+    generator = torch.Generator().manual_seed(0)
+    arguments = []
+    for value in segment.arguments:
+        local = program.values[value]
+        if value.name in model.constants:
+            arguments.append(model.constants[value.name])
+        else:
+            tensor = torch.rand(local.shape, generator=generator).to(local.dtype)
+            arguments.append(tensor.requires_grad_(local.requires_grad))
+    size = plan.batch.micro_batch_size
+    numbers = Drawing(seed=0, step=0, sequences=tuple(range(size)))
+    with Allocations() as allocations:
+        results = runner(arguments, numbers)
+    for argument in arguments:
+        allocations.made.pop(StorageWeakRef(argument.untyped_storage()).cdata, None)
+    roots = [torch.autograd.graph.get_gradient_edge(r) for r in results if r.requires_grad]
+    del results
+    alive = allocations.alive()
+    assert roots  # they hold what autograd keeps
+    return alive
+
+
+def kept_by_mode(
+    program: Any, model: ModelGraph, plan: Plan
+) -> Callable[[RecomputeName], list[tuple[int, tuple[int, ...]]]]:
+    def of(recompute: RecomputeName) -> list[tuple[int, tuple[int, ...]]]:
+        schedule = dataclasses.replace(plan.schedule, recompute=recompute)
+        return kept(program, model, plan, schedule)
+
+    return of
+
+
+def num_bytes(tensors: list[tuple[int, tuple[int, ...]]]) -> int:
+    return sum(size for size, _ in tensors)
+
+
+def num_scores(tensors: list[tuple[int, tuple[int, ...]]]) -> int:
+    """Tensors with a row of keys for every query."""
+    return sum(
+        len(shape) > 2 and shape[-2:] == (LONG, LONG) and shape[-3] == HEADS for _, shape in tensors
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "dropout"])
+@pytest.mark.parametrize("kernels", ["eager", "flash_attention2"])
+def test_the_more_is_recomputed_the_less_is_kept(name: str, kernels: str) -> None:
+    of = kept_by_mode(*lowered(Setup(name=name, kernels=kernels)))
+    none, by_op, full = (num_bytes(of(m)) for m in ("none", "selective_op", "full"))
+    assert none > num_bytes(of("selective"))
+    assert none > 1.3 * by_op
+    assert by_op > full == 0
+
+
+LONG = 2 * SEQ
+"""Positions; more than a head has features, so that scores are known by their shape."""
+
+
+@pytest.mark.parametrize("written", ["one op", "several ops"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "dropout"])
+def test_selective_keeps_no_scores(name: str, written: str) -> None:
+    if name == "llama":
+        module, batch = tiny_llama(seq=LONG)
+    else:
+        module, batch = tiny_gpt2(seq=LONG, dropout=0.2 if name == "dropout" else 0.0)
+    if written == "several ops":
+        module.set_attn_implementation("eager")  # type: ignore[operator]
+    setup = Setup(name=name, kernels="eager")
+    case = laid_out(module, batch, setup, micro_batch_size=2)
+    schedule = dataclasses.replace(case.plan.schedule, kernels="eager")
+    plan = dataclasses.replace(case.plan, schedule=schedule)
+    of = kept_by_mode(lower_plan(case.model, plan), case.model, plan)
+    assert num_scores(of("none")) > 0
+    assert num_scores(of("selective")) == 0
+
+
+def test_selective_op_keeps_results_of_products_only() -> None:
+    """Of a layer of Llama: q, k, v, attention's result with its row sums, o, gate and up; not
+    ``down``, whose result backward does not need.
+    """
+    program, model, plan = lowered(Setup(name="llama"))
+    schedule = dataclasses.replace(plan.schedule, recompute="selective_op")
+    found = kept(program, model, plan, schedule)
+    tokens = plan.batch.micro_batch_size * SEQ
+    floats = tokens * (64 + 32 + 32 + 64 + HEADS + 64 + 128 + 128)
+    assert num_bytes(found) == 4 * floats
+
+
+def test_kernels_that_nothing_runs_are_refused() -> None:
+    program, model, plan = lowered(Setup(name="llama"))
+    for kernels in ("fused_softmax", "flash_attention1", "flash_attention2 + fused norms"):
+        schedule = dataclasses.replace(plan.schedule, kernels=kernels)
+        with pytest.raises(InputError, match="cannot be run: it is an estimate"):
+            lower_plan(model, dataclasses.replace(plan, schedule=schedule))
+    assert program.rest is None
+
+
+def test_backward_twice_finds_the_same() -> None:
+    """``retain_graph`` asks for what was computed again once more."""
+    program, model, plan = lowered(Setup(name="dropout"))
+    segment = bind_axes(program, {}).segments[1]
+    schedule = dataclasses.replace(plan.schedule, recompute="selective_op")
+    arguments = [torch.rand(program.values[v].shape).requires_grad_() for v in segment.arguments]
+    numbers = Drawing(seed=0, step=0, sequences=tuple(range(plan.batch.micro_batch_size)))
+    (result,) = SegmentRunner(segment, model, schedule)(arguments, numbers)
+    first = torch.autograd.grad(result.sum(), arguments, retain_graph=True, allow_unused=True)
+    second = torch.autograd.grad(result.sum(), arguments, allow_unused=True)
+    for one, other in zip(first, second, strict=True):
+        assert one is None or torch.equal(one, other)
