@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from autopar.ir.errors import InputError
 from autopar.ir.mesh import Mesh
@@ -12,18 +13,16 @@ from autopar.ir.plan import RecomputeName, ScheduleName
 from autopar.solver.hardware import Cluster
 
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
-INTEGER_PINS = (*DEGREES, "micro_batch_size", "zero_stage")
+INTEGER_PINS = (*DEGREES, "micro_batch_size", "zero_stage", "virtual_stages")
 CHOICE_PINS: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "full"),
-    "schedule": ("1f1b", "layered"),
+    "schedule": ("1f1b", "interleaved", "layered"),
 }
 LONG_SEQUENCE = 32768
 """Sequences of so many tokens are searched for a context axis."""
 
 MAX_CONTEXT = 64
 """The largest context axis that is searched; larger ones can be pinned."""
-
-FUTURE_PINS = ("virtual_stages",)
 
 _FIXING = ("pp", "dp_replicate", "dp_shard", "tp")
 """Degrees that say how many GPUs are used once all are pinned; ``cp`` and ``ep`` are 1 then, unless
@@ -66,6 +65,7 @@ class Candidate:
     zero_stage: int
     recompute: RecomputeName
     schedule: ScheduleName
+    virtual_stages: int = 1
 
     @property
     def dp(self) -> int:
@@ -97,9 +97,9 @@ class Candidate:
     def per_block(self) -> bool:
         """Whether each block is a segment: then its gathers and reductions overlap with others.
 
-        Otherwise a stage is one segment. The layered order passes all micro-batches through a
-        segment before the next: with several stages a stage has to be one segment, or it would
-        wait for all but the last segment of the stage before.
+        Otherwise a virtual stage is one segment. The layered order passes all micro-batches through
+        a segment before the next: with several stages a virtual stage has to be one segment, or it
+        would wait for all but the last segment of the one before.
         """
         if self.schedule == "layered" and self.pp > 1:
             return False
@@ -113,21 +113,19 @@ class Candidate:
             f"pp {self.pp} × dp {self.dp_replicate}·{self.dp_shard}{more} × tp {self.tp}, "
             f"micro-batch {self.micro_batch_size} × {self.num_micro_batches}, "
             f"ZeRO {self.zero_stage}, recompute {self.recompute}, {self.schedule}"
+            + (f" × {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else "")
         )
 
 
 def check_pins(pin: Pins, cluster: Cluster, global_batch_size: int) -> None:
     """Raise ``InputError`` for a pin that cannot hold, naming it."""
     for name, value in pin.items():
-        if name in FUTURE_PINS:
-            if value != 1:
-                raise InputError(f"{name}={value} is pinned, but only 1 is possible yet")
-        elif name in CHOICE_PINS:
+        if name in CHOICE_PINS:
             if value not in CHOICE_PINS[name]:
                 options = " or ".join(CHOICE_PINS[name])
                 raise InputError(f"{name}={value!r} is pinned; it can be {options}")
         elif name not in INTEGER_PINS:
-            known = ", ".join((*INTEGER_PINS, *CHOICE_PINS, *FUTURE_PINS))
+            known = ", ".join((*INTEGER_PINS, *CHOICE_PINS))
             raise InputError(f"nothing is called {name!r}, so that it cannot be pinned", hint=known)
         else:
             _check_integer(name, value)
@@ -146,6 +144,7 @@ def check_pins(pin: Pins, cluster: Cluster, global_batch_size: int) -> None:
         raise InputError(f"{pinned} is pinned: {product} ranks do not divide the {gpus} GPUs")
     _check_batch(pin, global_batch_size)
     _check_zero(pin)
+    _check_virtual(pin)
 
 
 def _check_integer(name: str, value: object) -> None:
@@ -159,9 +158,14 @@ def _check_integer(name: str, value: object) -> None:
 def _check_model(pin: Pins, model: Divisible) -> None:
     """Raise ``InputError`` for a degree that the model cannot have."""
     degrees = _degrees(pin)
-    if degrees.get("pp", 1) > model.num_blocks:
-        blocks = model.num_blocks
+    blocks, virtual = model.num_blocks, int(pin.get("virtual_stages", 1))
+    if degrees.get("pp", 1) > blocks:
         raise InputError(f"pp={degrees['pp']} is pinned, but the model has {blocks} blocks")
+    if virtual > 1 and degrees.get("pp", 2) * virtual > blocks:
+        pinned = f"pp={degrees['pp']} × " if "pp" in degrees else ""
+        raise InputError(
+            f"{pinned}virtual_stages={virtual} is pinned, but the model has {blocks} blocks"
+        )
     _check_context(degrees.get("cp", 1), model)
     _check_experts(degrees.get("ep", 1), model)
 
@@ -224,6 +228,19 @@ def _check_zero(pin: Pins) -> None:
         )
 
 
+def _check_virtual(pin: Pins) -> None:
+    virtual, pp = int(pin.get("virtual_stages", 1)), pin.get("pp")
+    if virtual > 1 and pp == 1:
+        raise InputError(
+            f"virtual_stages={virtual} and pp=1 are pinned, but one stage has nothing to interleave"
+        )
+    if virtual == 1 and pin.get("schedule") == "interleaved":
+        raise InputError(
+            "schedule='interleaved' is pinned, but it needs several virtual stages",
+            hint="pin virtual_stages to 2 or more as well",
+        )
+
+
 def candidates(
     cluster: Cluster, *, global_batch_size: int, model: Divisible, pin: Pins
 ) -> tuple[Candidate, ...]:
@@ -255,8 +272,9 @@ def _meshes(cluster: Cluster, model: Divisible, pin: Pins) -> Iterator[Mesh]:
     gpus = cluster.num_gpus
     if _fixes_gpus(degrees):
         gpus = math.prod(degrees.values())
+    virtual = int(pin.get("virtual_stages", 1))
     for pp in _degree("pp", gpus, degrees):
-        if pp > model.num_blocks:
+        if pp * virtual > model.num_blocks or (virtual > 1 and pp == 1):
             continue
         for tp in _degree("tp", gpus // pp, degrees):
             if "tp" not in degrees and tp > cluster.gpus_per_node:
@@ -310,12 +328,11 @@ def _of_mesh(mesh: Mesh, global_batch_size: int, pin: Pins) -> Iterator[Candidat
     if global_batch_size % mesh.batch_ranks:
         return
     share = global_batch_size // mesh.batch_ranks
-    schedules: tuple[ScheduleName, ...] = ("1f1b", "layered")
     recomputes: tuple[RecomputeName, ...] = ("none", "full")
     for micro_batch_size in _micro_batch_sizes(share, pin):
         for zero_stage in _zero_stages(mesh, pin):
             for recompute in recomputes:
-                for schedule in schedules:
+                for schedule in _schedules(pin):
                     candidate = Candidate(
                         pp=mesh.pp,
                         dp_replicate=mesh.dp_replicate,
@@ -328,6 +345,7 @@ def _of_mesh(mesh: Mesh, global_batch_size: int, pin: Pins) -> Iterator[Candidat
                         zero_stage=zero_stage,
                         recompute=recompute,
                         schedule=schedule,
+                        virtual_stages=int(pin.get("virtual_stages", 1)),
                     )
                     if _holds(candidate, pin):
                         yield candidate
@@ -352,13 +370,21 @@ def _zero_stages(mesh: Mesh, pin: Pins) -> tuple[int, ...]:
     return (0, 1, 2, 3) if asked else (0,)
 
 
+def _schedules(pin: Pins) -> tuple[ScheduleName, ...]:
+    """Over virtual stages 1F1B is interleaved; the modular pipeline has to be asked for."""
+    pinned = pin.get("schedule")
+    if pin.get("virtual_stages", 1) != 1:
+        return ("layered",) if pinned == "layered" else ("interleaved",)
+    return ("1f1b", "layered") if pinned is None else (cast("ScheduleName", pinned),)
+
+
 def _holds(candidate: Candidate, pin: Pins) -> bool:
-    names = ("micro_batch_size", "zero_stage", "recompute", "schedule")
+    names = ("micro_batch_size", "zero_stage", "recompute")
     if any(name in pin and pin[name] != getattr(candidate, name) for name in names):
         return False
     # One micro-batch has only one order; the layered one keeps its gathers further apart.
     if candidate.num_micro_batches == 1 and "schedule" not in pin:
-        return candidate.schedule == "1f1b"
+        return candidate.schedule != "layered"
     return True
 
 

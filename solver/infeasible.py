@@ -13,6 +13,7 @@ from autopar.solver.candidates import Candidate, Pins, candidates
 from autopar.solver.cuts import best_cuts
 from autopar.solver.hardware import Cluster
 from autopar.solver.search import Search
+from autopar.solver.virtual_cuts import virtual_cuts
 
 _MOST_NODES = 4096
 
@@ -68,13 +69,13 @@ def _closest(search: Search, tried: Sequence[Candidate]) -> _Closest:
 
 def _fullest(search: Search, candidate: Candidate) -> _Closest:
     stager = search.stager(candidate, search.setting(candidate).least)
-    _, cuts = best_cuts(
-        stager.costs.num_blocks, candidate.pp, lambda stage: stager.peak_matrix(stage)
-    )
-    causes = [
-        stager.bytes_by_cause(stager.contents(stage, cuts[stage], cuts[stage + 1] - 1))
-        for stage in range(candidate.pp)
-    ]
+    if candidate.virtual_stages > 1:
+        cuts = min(virtual_cuts(stager), key=lambda cuts: max(stager.peak_bytes(cuts)))
+    else:
+        _, cuts = best_cuts(
+            stager.costs.num_blocks, candidate.pp, lambda stage: stager.peak_matrix(stage)
+        )
+    causes = [stager.bytes_by_cause(stager.contents(stage, cuts)) for stage in range(candidate.pp)]
     sums = [sum(of_stage.values()) for of_stage in causes]
     stage = int(np.argmax(sums))
     return _Closest(candidate, sums[stage], stage, causes[stage])
@@ -109,7 +110,11 @@ def _fits(search: Search, cluster: Cluster, global_batch_size: int, pin: Pins) -
         other = Search(search.facts, cluster, search.sizes, search.divisible)
     smallest = min(candidate.micro_batch_size for candidate in found)
     return any(
-        math.isfinite(other.bound(candidate))
-        for candidate in found
-        if candidate.micro_batch_size == smallest
+        _can_fit(other, candidate) for candidate in found if candidate.micro_batch_size == smallest
     )
+
+
+def _can_fit(search: Search, candidate: Candidate) -> bool:
+    if candidate.virtual_stages > 1:  # their bound says little of memory
+        return _fullest(search, candidate).num_bytes <= search.cluster.usable_bytes
+    return math.isfinite(search.bound(candidate))

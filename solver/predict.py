@@ -60,12 +60,11 @@ def model_flops(model: ModelGraph, batch: int) -> float:
 
 def _rank(solved: Solved, stage: int) -> RankPrediction:
     candidate, stager, costs = solved.candidate, solved.stager, solved.stager.costs
-    first, end = solved.cuts[stage], solved.cuts[stage + 1]
-    run = slice(first, end)
+    runs = stager.virtual_stages(stage, solved.cuts)
     num = candidate.num_micro_batches
 
     def total(values: np.ndarray) -> float:
-        return float(values[run].sum())
+        return float(sum(values[first : last + 1].sum() for first, last in runs))
 
     comm = total(costs.forward_comm_s) + total(costs.backward_comm_s)
     forward = total(costs.forward_s)
@@ -83,7 +82,7 @@ def _rank(solved: Solved, stage: int) -> RankPrediction:
         "slowdown by hidden communication": max(0.0, busy - own),
         "waiting for other stages": max(0.0, solved.step_s - busy - exposed),
     }
-    causes = stager.bytes_by_cause(stager.contents(stage, first, end - 1))
+    causes = stager.bytes_by_cause(stager.contents(stage, solved.cuts))
     return RankPrediction(
         stage=stage,
         num_ranks=candidate.mesh().num_ranks // candidate.pp,

@@ -18,19 +18,23 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from autopar.solver.bounds import StageBounds, exact_times
+import numpy as np
+
+from autopar.solver.bounds import StageBounds, StageTimes, exact_times
 from autopar.solver.candidates import Candidate, Divisible
 from autopar.solver.costs.memory import Itemsizes
 from autopar.solver.cuts import best_cuts
 from autopar.solver.data_axis import DataAxis
 from autopar.solver.facts import BlockCosts
 from autopar.solver.hardware import Cluster
+from autopar.solver.in_flight import in_flight, most_in_flight
 from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.problem import MemoryLimit, Solution
 from autopar.solver.settings import Setting, make_setting
 from autopar.solver.solved import Solved, simulate_cuts
 from autopar.solver.stages import Stager
 from autopar.solver.typed_axes import TypedAxes
+from autopar.solver.virtual_cuts import even_bound_s, even_bytes, virtual_cuts
 
 Progress = Callable[[str], None]
 
@@ -142,7 +146,7 @@ class Search:
         return self.stager(candidate, costs)
 
     def scalar_bound(self, candidate: Candidate) -> float:
-        """Work spread evenly over stages, and the longest block on some stage."""
+        """``scalar_bound_s`` of rooflines; infinite for what can fit nowhere."""
         degrees = _layout_degrees(candidate)
         if candidate.micro_batch_size >= self.too_large.get(degrees, math.inf):
             return math.inf
@@ -150,13 +154,17 @@ class Search:
             self.too_large[degrees] = candidate.micro_batch_size
             return math.inf
         times = self.setting(candidate).roofline_times(candidate.recompute)
-        total, num = float(times.both.sum()), candidate.num_micro_batches
-        return max(num * total / candidate.pp, total + (num - 1) * float(times.both.max()))
+        return scalar_bound_s(candidate, times)
 
     def bound(self, candidate: Candidate) -> float:
         """No layout and no cuts of the candidate are faster; infinite when none fits."""
         setting = self.setting(candidate)
         stager = self.stager(candidate, setting.least)
+        if candidate.virtual_stages > 1:
+            if even_bytes(stager) > self.cluster.usable_bytes:
+                return math.inf
+            times = setting.least_times(candidate.recompute)
+            return max(scalar_bound_s(candidate, times), even_bound_s(stager, times))
         fits = [stager.fits(stage, exact=False) for stage in range(candidate.pp)]
         rooflines = StageBounds(stager, setting.roofline_times(candidate.recompute), fits)
         if not math.isfinite(self._cut(candidate, rooflines)[0]):
@@ -187,10 +195,25 @@ class Search:
         self, candidate: Candidate, setting: Setting, solution: Solution
     ) -> Solved | None:
         stager = self.layout_stager(candidate, setting, solution)
-        bound, cuts = self._cut(candidate, StageBounds(stager, exact_times(stager)))
-        if not math.isfinite(bound) or max(stager.peak_bytes(cuts)) > self.cluster.usable_bytes:
-            return None
-        return simulate_cuts(candidate, setting, solution, stager, cuts)
+        fitting = [
+            cuts
+            for cuts in self._cuts(candidate, stager, exact_times(stager))
+            if max(stager.peak_bytes(cuts)) <= self.cluster.usable_bytes
+        ]
+        return min(
+            (simulate_cuts(candidate, setting, solution, stager, cuts) for cuts in fitting),
+            key=lambda solved: solved.step_s,
+            default=None,
+        )
+
+    def _cuts(
+        self, candidate: Candidate, stager: Stager, times: StageTimes
+    ) -> tuple[tuple[int, ...], ...]:
+        """Cuts to try: the best by the bounds, if any fit, or some for virtual stages."""
+        if candidate.virtual_stages > 1:
+            return virtual_cuts(stager)
+        bound, cuts = self._cut(candidate, StageBounds(stager, times))
+        return (cuts,) if math.isfinite(bound) else ()
 
     def _memory_limits(
         self, candidate: Candidate, setting: Setting
@@ -198,11 +221,12 @@ class Search:
         """Limits for the ILP: what each stage may keep, at the cuts that the least costs allow."""
         stager = self.stager(candidate, setting.least)
         times = setting.roofline_times(candidate.recompute)
-        _, cuts = self._cut(candidate, StageBounds(stager, times))
-        if not cuts:
+        found = self._cuts(candidate, stager, times)
+        if not found:
             return None
+        cuts = min(found, key=lambda cuts: max(stager.peak_bytes(cuts)))
         return tuple(
-            self._stage_limit(candidate, setting, stager, stage, cuts[stage], cuts[stage + 1])
+            self._stage_limit(candidate, setting, stager, stage, cuts)
             for stage in range(candidate.pp)
         )
 
@@ -212,29 +236,46 @@ class Search:
         setting: Setting,
         stager: Stager,
         stage: int,
-        first: int,
-        end: int,
+        cuts: tuple[int, ...],
     ) -> MemoryLimit:
         """What is left for kept tensors once all else has its least."""
-        contents = stager.contents(stage, first, end - 1)
-        causes = stager.bytes_by_cause(contents)
+        runs = stager.virtual_stages(stage, cuts)
+        blocks = np.concatenate([np.arange(first, last + 1) for first, last in runs])
+        causes = stager.bytes_by_cause(stager.contents(stage, cuts))
         share = 1 + self.cluster.hardware.memory.fragmentation
-        least = setting.least.held_bytes[first:end]
-        flying = stager.in_flight(stage)
-        once = setting.least.recomputed[first:end] * float(candidate.recompute == "full")
-        counted = float((least * once).max() + (least * (1 - once)).sum() * flying)
+        least = setting.least.held_bytes[blocks]
+        once = setting.least.recomputed[blocks] * float(candidate.recompute == "full")
+        lengths = [last + 1 - first for first, last in runs]
+        moments = np.repeat(in_flight(candidate, stage), lengths, axis=1)
+        flying = moments[np.argmax(moments @ (least * (1 - once)))]
+        counted = float((least * once).max() + (least * (1 - once)) @ flying)
         rest = sum(causes.values()) - counted * share
         copies = []
         for name in setting.problem.kinds:
-            blocks = [b for b in range(first, end) if self.facts.model.blocks[b].kind == name]
-            kept = sum(1 - once[block - first] for block in blocks) * flying
-            copies.append(float(kept + any(once[block - first] for block in blocks)))
+            own = [self.facts.model.blocks[block].kind == name for block in blocks]
+            kept = float(((1 - once) * flying)[own].sum())
+            copies.append(kept + any(once[own]))
         return MemoryLimit(
             name=f"stage {stage}",
             num_bytes=int((self.cluster.usable_bytes - rest) / share),
             copies=tuple(copies),
             parameter_bytes=(0.0,) * len(setting.problem.classes),
         )
+
+
+def scalar_bound_s(candidate: Candidate, times: StageTimes) -> float:
+    """No cuts are faster: work spread evenly over the stages, and each block on its stage.
+
+    A block of t = f + g seconds, of whose micro-batches at most w + 1 are in flight, takes M·t
+    after the blocks before it, and their backwards follow. Its first backward waits for all blocks
+    behind, while w more forwards may run: Σ t + (M − 1)·t − w·f.
+    """
+    both, num = times.both, candidate.num_micro_batches
+    total = float(both.sum())
+    before = np.concatenate([[0.0], np.cumsum(both)[:-1]])
+    ahead = most_in_flight(candidate) - 1
+    waiting = total + (num - 1) * both - ahead * times.forward
+    return max(num * total / candidate.pp, float(np.maximum(before + num * both, waiting).max()))
 
 
 def _layout_degrees(candidate: Candidate) -> tuple[int, int, int]:

@@ -133,10 +133,11 @@ def solve(
             name=candidate.schedule,
             recompute=candidate.recompute,
             zero_stage=candidate.zero_stage,
+            virtual_stages=candidate.virtual_stages,
         ),
         training=training,
         pins=pin,
-        parameters=_parameters(model, axes, layout, best.cuts),
+        parameters=_parameters(model, axes, layout, best),
         segments=tuple(
             SegmentPlan(stage=stage, first_block=first, last_block=last)
             for stage, first, last in best.segments
@@ -194,12 +195,13 @@ def check_last(model: ModelGraph, layout: Layout, batch: BatchPlan, mesh: Mesh) 
 
 
 def _parameters(
-    model: ModelGraph, axes: tuple[str, ...], layout: Layout, cuts: tuple[int, ...]
+    model: ModelGraph, axes: tuple[str, ...], layout: Layout, best: Solved
 ) -> Mapping[str, ParameterPlan]:
     placements: dict[str, tuple[str, ...]] = {}
     stages: dict[str, dict[int, None]] = {}
+    stage_of = {b: stage for stage, i, j in best.segments for b in range(i, j + 1)}
     for block in model.blocks:
-        stage = next(s for s in range(len(cuts) - 1) if block.index < cuts[s + 1])
+        stage = stage_of[block.index]
         kind = model.kind_of(block)
         for node, value in zip(kind.placeholders, block.bindings, strict=True):
             if value.role is Role.PARAMETER:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.ir.schedule import Schedule
-from autopar.ir.schedules import make_schedule
+from autopar.ir.schedule import CompactSchedule
+from autopar.ir.schedules import compact_schedule
 from autopar.solver.candidates import Candidate
 from autopar.solver.layout.problem import Solution
 from autopar.solver.settings import Setting
@@ -25,9 +25,9 @@ class Solved:
     solution: Solution
     setting: Setting
     stager: Stager
-    cuts: tuple[int, ...]
+    cuts: tuple[int, ...]  # first block of each virtual stage, then the number of blocks
     segments: tuple[tuple[int, int, int], ...]  # stage, first block, last block
-    schedule: Schedule
+    schedule: CompactSchedule
     times: SegmentTimes
     simulation: Simulation
 
@@ -46,14 +46,14 @@ def simulate_cuts(
     """Segments, schedule and simulated step of a candidate whose layout and cuts are known."""
     segments = tuple(
         segment
-        for stage in range(candidate.pp)
+        for number, (first, end) in enumerate(itertools.pairwise(cuts))
         for segment in (
-            [(stage, block, block) for block in range(cuts[stage], cuts[stage + 1])]
+            [(number % candidate.pp, block, block) for block in range(first, end)]
             if candidate.per_block
-            else [(stage, cuts[stage], cuts[stage + 1] - 1)]
+            else [(number % candidate.pp, first, end - 1)]
         )
     )
-    schedule = make_schedule(
+    schedule = compact_schedule(
         candidate.schedule,
         [stage for stage, _, _ in segments],
         candidate.num_micro_batches,
@@ -63,10 +63,7 @@ def simulate_cuts(
     simulation = simulate(
         schedule,
         times,
-        optimizer_s=[
-            float(stager.optimizer_s()[first:end].sum() + stager.costs.step_s[first:end].sum())
-            for first, end in itertools.pairwise(cuts)
-        ],
+        optimizer_s=optimizer_s(stager, segments),
         slowdown=stager.cluster.hardware.overlap.slowdown,
     )
     return Solved(
@@ -79,6 +76,15 @@ def simulate_cuts(
         schedule=schedule,
         times=times,
         simulation=simulation,
+    )
+
+
+def optimizer_s(stager: Stager, segments: Sequence[tuple[int, int, int]]) -> tuple[float, ...]:
+    """Seconds of the optimizer and of what else comes once a step, by stage."""
+    seconds = stager.optimizer_s() + stager.costs.step_s
+    return tuple(
+        float(sum(seconds[i : j + 1].sum() for holder, i, j in segments if holder == stage))
+        for stage in range(stager.candidate.pp)
     )
 
 

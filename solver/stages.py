@@ -7,7 +7,7 @@ sums, so that a candidate with 82 blocks and 64 stages takes milliseconds.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from autopar.solver.costs.kernels import Kernels
 from autopar.solver.costs.memory import Itemsizes, StageContents, rank_bytes, shard_numel
 from autopar.solver.facts import BlockCosts, Floats
 from autopar.solver.hardware import Cluster
+from autopar.solver.in_flight import in_flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,14 @@ class Stager:
     costs: BlockCosts
     sizes: Itemsizes
 
-    def in_flight(self, stage: int) -> int:
-        """Micro-batches that are forwarded and not yet backwarded, at most."""
-        candidate = self.candidate
-        if candidate.schedule == "layered":
-            return candidate.num_micro_batches
-        return min(candidate.num_micro_batches, candidate.pp - stage)
+    def virtual_stages(self, stage: int, cuts: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """First and last block of each virtual stage of a stage, one of ``candidate``'s each.
+
+        ``cuts`` has the first block of every virtual stage, then the number of blocks. Virtual
+        stage c is on stage c mod p.
+        """
+        numbers = range(stage, len(cuts) - 1, self.candidate.pp)
+        return tuple((cuts[number], cuts[number + 1] - 1) for number in numbers)
 
     # Seconds
 
@@ -108,37 +111,45 @@ class Stager:
 
     # Bytes
 
-    def contents(self, stage: int, first: int, last: int) -> StageContents:
-        """What the stage holds that has the blocks ``first … last`` (included)."""
+    def contents(self, stage: int, cuts: Sequence[int]) -> StageContents:
+        """What a stage holds; for ``cuts`` see ``virtual_stages``."""
         candidate, costs = self.candidate, self.costs
-        run = slice(first, last + 1)
-        segments = last - first + 1 if candidate.per_block else 1
-        flying = np.full(last - first + 1, float(self.in_flight(stage)))
-        if candidate.schedule == "layered" and last == costs.num_blocks - 1:
-            flying[0 if not candidate.per_block else -1 :] = 1.0
-        inputs = costs.input_bytes[run]
-        again = self._again()[run]
-        kept = costs.held_bytes[run] * (1 - again) + (
-            inputs if candidate.per_block else np.where(np.arange(len(inputs)) == 0, inputs, 0)
+        runs = self.virtual_stages(stage, cuts)
+        own = np.concatenate([np.arange(first, last + 1) for first, last in runs])
+        numels = [self._numel(range(first, last + 1)) for first, last in runs]
+        numel, experts = self._numel(own.tolist())
+        largest = max(elements for elements, _ in numels)
+        if candidate.per_block and len(own) > 1:
+            largest = float(costs.shared_numel[own].max())
+        first_kept, kept = self._kept()
+        held = np.array(
+            [first_kept[first] + kept[first + 1 : last + 1].sum() for first, last in runs]
         )
-        merged: dict[str, tuple[int, bool]] = {}
-        for block in range(first, last + 1):
-            merged.update(costs.parameters[block])
-        numel = float(sum(elements for elements, _ in merged.values()))
-        experts = float(sum(elements for elements, is_expert in merged.values() if is_expert))
-        messages = costs.border_bytes[first] if first else 0.0
-        if last + 1 < costs.num_blocks:
-            messages += costs.border_bytes[last + 1]
+        if (
+            candidate.schedule == "layered"
+            and not candidate.per_block
+            and runs[-1][1] + 1 == len(kept)
+        ):
+            held[-1] /= candidate.num_micro_batches
+        borders = np.append(costs.border_bytes, 0.0)
         return StageContents(
             numel=numel,
             expert_numel=experts,
-            segment_numel=float(costs.shared_numel[run].max()) if segments > 1 else numel,
-            num_segments=segments,
-            activation_bytes=float((kept * flying).sum()),
-            recompute_bytes=float((costs.held_bytes[run] * again).max()),
-            temporary_bytes=float(costs.temporary_bytes[run].max()),
-            message_bytes=2.0 * float(messages),
+            segment_numel=largest,
+            num_segments=len(own) if candidate.per_block else len(runs),
+            activation_bytes=float((in_flight(candidate, stage) @ held).max()),
+            recompute_bytes=float((costs.held_bytes * self._again())[own].max()),
+            temporary_bytes=float(costs.temporary_bytes[own].max()),
+            message_bytes=max(2.0 * float(borders[i] + borders[j + 1]) for i, j in runs),
         )
+
+    def _numel(self, blocks: Iterable[int]) -> tuple[float, float]:
+        """Elements of the parameters of ``blocks``, each counted once; and those of experts."""
+        merged: dict[str, tuple[int, bool]] = {}
+        for block in blocks:
+            merged.update(self.costs.parameters[block])
+        numel = float(sum(elements for elements, _ in merged.values()))
+        return numel, float(sum(elements for elements, is_expert in merged.values() if is_expert))
 
     def bytes_by_cause(self, contents: StageContents) -> dict[str, int]:
         """Peak bytes of a rank of a stage."""
@@ -152,6 +163,25 @@ class Stager:
             hardware=self.cluster.hardware,
         )
 
+    def kept_bytes(self) -> Floats:
+        """Bytes that a micro-batch keeps of each block inside of a segment."""
+        return self._kept()[1]
+
+    def _kept(self) -> tuple[Floats, Floats]:
+        """Bytes that a micro-batch keeps of each block: where it starts a segment, and inside one.
+
+        Segments and recomputed blocks keep their inputs. The last segment of a layered schedule,
+        which has one micro-batch at a time, counts so much less if it is a block.
+        """
+        candidate, inputs, again = self.candidate, self.costs.input_bytes, self._again()
+        kept = self.costs.held_bytes * (1 - again)
+        first, inside = kept + inputs, kept + inputs * again
+        if candidate.per_block:
+            inside = first
+            if candidate.schedule == "layered":
+                inside[-1] /= candidate.num_micro_batches
+        return first, inside
+
     def _again(self) -> Floats:
         """1 for blocks that are recomputed."""
         if self.candidate.recompute == "full":
@@ -159,10 +189,10 @@ class Stager:
         return np.zeros(self.costs.num_blocks)
 
     def peak_bytes(self, cuts: Sequence[int]) -> tuple[int, ...]:
-        """Peak bytes of each stage; stage s has the blocks ``cuts[s] … cuts[s + 1] − 1``."""
+        """Peak bytes of each stage; for ``cuts`` see ``virtual_stages``."""
         return tuple(
-            sum(self.bytes_by_cause(self.contents(s, cuts[s], cuts[s + 1] - 1)).values())
-            for s in range(len(cuts) - 1)
+            sum(self.bytes_by_cause(self.contents(stage, cuts)).values())
+            for stage in range(self.candidate.pp)
         )
 
     def fits(self, stage: int, *, exact: bool = True) -> Floats:
@@ -175,22 +205,19 @@ class Stager:
         return (peak <= self.cluster.usable_bytes).astype(np.float64)
 
     def peak_matrix(self, stage: int, *, shared: bool = True) -> Floats:
-        """Peak bytes of every run as ``stage``; ``shared`` as ``exact`` of ``fits``."""
+        """Peak bytes of every run as ``stage`` without virtual stages; ``shared`` as ``exact`` of
+        ``fits``.
+        """
         numel_of_blocks = self.costs.shared_numel if shared else self.costs.numel
         experts = self.costs.shared_expert_numel if shared else self.costs.expert_numel
         candidate, costs, sizes = self.candidate, self.costs, self.sizes
         num = costs.num_blocks
-        flying = np.full(num, float(self.in_flight(stage)))
-        if candidate.schedule == "layered" and candidate.per_block:
-            flying[-1] = 1.0
-        one = run_sums(costs.input_bytes * flying)
-        first_input = (costs.input_bytes * flying)[:, None]
-        again = self._again()
-        kept = run_sums(costs.held_bytes * (1 - again) * flying)
-        kept = kept + (one if candidate.per_block else first_input)
-        recomputed = run_maxima(costs.held_bytes * again)
+        flying = float(in_flight(candidate, stage).max())
+        first_kept, inside = self._kept()
+        kept = (run_sums(inside) + (first_kept - inside)[:, None]) * flying
+        recomputed = run_maxima(costs.held_bytes * self._again())
         if candidate.schedule == "layered" and not candidate.per_block:
-            kept[:, num] /= flying[-1]  # the last segment has one micro-batch at a time
+            kept[:, num] /= flying  # the last segment has one micro-batch at a time
         numel = run_sums(numel_of_blocks)
         largest = run_maxima(numel_of_blocks) if candidate.per_block else numel
         borders = np.append(costs.border_bytes, 0.0)

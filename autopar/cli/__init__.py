@@ -28,7 +28,7 @@ INTEGER_PINS = (
 )
 STARTED_BY_US = "AUTOPAR_STARTED"
 """Set in the environment of ranks that ``autopar run`` starts; it prints their errors."""
-CHOICE_PINS = {"recompute": ("none", "full"), "schedule": ("1f1b", "layered")}
+CHOICE_PINS = {"recompute": ("none", "full"), "schedule": ("1f1b", "interleaved", "layered")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

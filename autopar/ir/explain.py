@@ -64,7 +64,9 @@ def _decisions(plan: Plan) -> str:
         ("batch", _batch(plan)),
         (
             "schedule",
-            f"{schedule.name}, ZeRO stage {schedule.zero_stage}, recompute {schedule.recompute}",
+            schedule.name
+            + (f" × {schedule.virtual_stages} virtual stages" * (schedule.virtual_stages > 1))
+            + f", ZeRO stage {schedule.zero_stage}, recompute {schedule.recompute}",
         ),
         (
             "training",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from autopar.ir.placement import Placement, parse_state
 PLAN_FORMAT: Literal["autopar-plan"] = "autopar-plan"
 PLAN_VERSION: Literal[1] = 1
 
-ScheduleName = Literal["1f1b", "layered"]
+ScheduleName = Literal["1f1b", "interleaved", "layered"]
 RecomputeName = Literal["none", "selective", "selective_op", "selective_layer", "full"]
 PrecisionName = Literal["bf16", "fp16", "fp32", "float64"]
 
@@ -73,14 +74,15 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_config)
 class SchedulePlan:
-    """Order of the work: schedule, recomputation, ZeRO stage; and by which kernels it is done
-    (``autopar.ir.kernels``).
+    """Order of the work: schedule, recomputation, ZeRO stage, virtual stages on each stage; and by
+    which kernels it is done (``autopar.ir.kernels``).
     """
 
     name: ScheduleName
     recompute: RecomputeName
     zero_stage: int
     kernels: str = DEFAULT_KERNELS
+    virtual_stages: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_config)
@@ -360,7 +362,32 @@ def _check_consistency(plan: Plan, where: str) -> None:
         if segment.first_block != expected or segment.last_block < segment.first_block:
             raise PlanFormatError(f"segment {index} does not continue the one before", where=where)
         expected = segment.last_block + 1
+    _check_schedule(plan.schedule, stages, where)
     _check_settings(plan, where)
+
+
+def _check_schedule(schedule: SchedulePlan, stages: list[int], where: str) -> None:
+    """Virtual stages are as many as the plan says, and go round the stages."""
+    virtual = schedule.virtual_stages
+    is_possible = {
+        "1f1b": virtual == 1,
+        "interleaved": virtual > 1,
+        "layered": virtual >= 1,
+    }
+    if not is_possible[schedule.name]:
+        raise PlanFormatError(
+            f"schedule {schedule.name} with virtual_stages {virtual}", where=where
+        )
+    if virtual == 1:
+        return
+    holders = [stage for stage, _ in itertools.groupby(stages)]
+    pp = max(stages) + 1
+    if holders != [number % pp for number in range(pp * virtual)]:
+        raise PlanFormatError(
+            f"segments on stages {stages}, but virtual stage c of {pp} × {virtual} belongs on "
+            f"stage c mod {pp}",
+            where=where,
+        )
 
 
 def _check_batch(batch: BatchPlan, batch_ranks: int, where: str) -> None:

@@ -65,6 +65,31 @@ def test_modular_pipelines_equal_one_device(setup: Setup):
     assert_parity(setup, train_on_threads(setup)[0], 3)
 
 
+INTERLEAVED = [
+    Setup(
+        name=name,
+        layers=layers,
+        mesh=mesh,
+        num_micro_batches=num,
+        schedule="interleaved",
+        zero_stage=zero,
+        recompute=recompute,
+        modular=True,
+    )
+    for name, layers, mesh, num, zero, recompute in (
+        ("llama", 2, Mesh(pp=2), 4, 0, RECOMPUTES[0]),
+        ("llama", 2, Mesh(pp=2, dp_shard=2), 4, 1, RECOMPUTES[1]),
+        ("gpt2", 4, Mesh(pp=2, dp_shard=2), 4, 3, RECOMPUTES[0]),
+        ("transformer", 4, Mesh(pp=3), 4, 0, RECOMPUTES[1]),  # p does not divide M
+    )
+]
+
+
+@pytest.mark.parametrize("setup", INTERLEAVED, ids=str)
+def test_interleaved_pipelines_equal_one_device(setup: Setup):
+    assert_parity(setup, train_on_threads(setup)[0], 3)
+
+
 FLOAT64 = [
     Setup(
         name=name,

@@ -12,13 +12,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar.capture import capture
-from autopar.ir.errors import InfeasibleError, InputError
+from autopar.ir.errors import InfeasibleError, InputError, PlanFormatError
 from autopar.ir.plan import Plan, TrainingPlan, from_json, to_json
 from autopar.solver import Cluster, solve
-from autopar.solver.candidates import Divisible, Pins, candidates
+from autopar.solver.bounds import StageTimes
+from autopar.solver.candidates import Candidate, Divisible, Pins, candidates
 from autopar.solver.costs.memory import itemsizes
 from autopar.solver.layout.model_facts import model_facts
-from autopar.solver.search import Search
+from autopar.solver.search import Search, scalar_bound_s
+from autopar.solver.solved import simulate_cuts
 from tests.models import (
     next_token_loss,
     tiny_gpt2,
@@ -78,6 +80,71 @@ def test_no_simulated_candidate_is_below_its_bound():
     assert result.best.step_s == pytest.approx(min(steps.values()), rel=0.05)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "layered"])
+def test_no_simulated_virtual_stages_are_below_their_bound(schedule):
+    """Of whatever cuts, not only those that are chosen; and the account of memory has at least
+    what the simulator holds.
+    """
+    cluster = Cluster("cpu-local")
+    search = new_search(cluster)
+    pin: Pins = {"virtual_stages": 2, "schedule": schedule}
+    for candidate in candidates(cluster, global_batch_size=8, model=DIVISIBLE, pin=pin):
+        setting = search.setting(candidate)
+        solution = setting.solution(candidate.recompute)
+        stager = search.layout_stager(candidate, setting, solution)
+        bound, num = search.bound(candidate), candidate.pp * candidate.virtual_stages
+        assert search.scalar_bound(candidate) <= bound * (1 + 1e-9)
+        for inner in itertools.combinations(range(1, len(SMALL.blocks)), num - 1):
+            cuts = (0, *inner, len(SMALL.blocks))
+            solved = simulate_cuts(candidate, setting, solution, stager, cuts)
+            assert bound <= solved.step_s * (1 + 1e-9), f"{candidate} {cuts}"
+            for stage, held in enumerate(solved.simulation.peak_held_bytes):
+                assert held <= stager.contents(stage, cuts).activation_bytes + 1
+
+
+def test_the_schedule_over_virtual_stages_is_interleaved_unless_layered_is_asked_for():
+    cluster = Cluster("cpu-local")
+    for pinned, name in ((None, "interleaved"), ("1f1b", "interleaved"), ("layered", "layered")):
+        pin: dict[str, int | str] = {"virtual_stages": 2, "pp": 2}
+        if pinned is not None:
+            pin["schedule"] = pinned
+        found = plan(cluster, pin)
+        assert (found.schedule.name, found.schedule.virtual_stages) == (name, 2)
+        holders = [stage for stage, _ in itertools.groupby(s.stage for s in found.segments)]
+        assert holders == [0, 1, 0, 1]
+        assert "2 virtual stages" in found.explain()
+        on_stage_1 = {b for s in found.segments if s.stage for b in (s.first_block, s.last_block)}
+        assert 0 not in on_stage_1
+
+
+def test_a_virtual_stage_on_a_wrong_stage_is_refused():
+    found = plan(Cluster("cpu-local"), {"virtual_stages": 2, "pp": 2})
+    segments = sorted(found.segments, key=lambda segment: segment.first_block)
+    swapped = [dataclasses.replace(s, stage=1 - s.stage) for s in segments]
+    with pytest.raises(PlanFormatError, match="stage c mod 2"):
+        from_json(to_json(dataclasses.replace(found, segments=tuple(swapped))))
+    one = dataclasses.replace(found.schedule, virtual_stages=1)
+    with pytest.raises(PlanFormatError, match="interleaved with virtual_stages 1"):
+        from_json(to_json(dataclasses.replace(found, schedule=one)))
+
+
+def test_the_scalar_bound_holds_for_a_slow_first_block():
+    """Of two blocks on two stages, the first twice as slow: 1F1B takes 4 with two micro-batches."""
+    candidate = Candidate(
+        pp=2,
+        dp_replicate=1,
+        dp_shard=1,
+        tp=1,
+        micro_batch_size=1,
+        num_micro_batches=2,
+        zero_stage=0,
+        recompute="none",
+        schedule="1f1b",
+    )
+    half = np.array([1.0, 0.5])
+    assert scalar_bound_s(candidate, StageTimes(both=2 * half, forward=half, backward=half)) == 4
+
+
 def test_matrix_of_bytes_equals_bytes_by_cause():
     cluster = Cluster("cpu-local")
     search = new_search(cluster)
@@ -91,7 +158,8 @@ def test_matrix_of_bytes_equals_bytes_by_cause():
                 for end in range(first + 1, len(SMALL.blocks) + 1):
                     if last_stage != (end == len(SMALL.blocks)) or (stage == 0) != (first == 0):
                         continue
-                    causes = stager.bytes_by_cause(stager.contents(stage, first, end - 1))
+                    cuts = [first] * (stage + 1) + [end] * (candidate.pp - stage)
+                    causes = stager.bytes_by_cause(stager.contents(stage, cuts))
                     total = sum(causes.values())
                     assert math.isclose(matrix[first, end], total, rel_tol=1e-6, abs_tol=32), (
                         str(candidate),
@@ -154,7 +222,11 @@ def test_same_input_gives_the_same_plan():
         ({"recompute": "some"}, "recompute='some'"),
         ({"schedule": 3}, "schedule=3"),
         ({"ep": 2}, "no routed experts"),
-        ({"virtual_stages": 2}, "virtual_stages=2"),
+        ({"virtual_stages": 0}, "virtual_stages=0"),
+        ({"virtual_stages": 2, "pp": 1}, "nothing to interleave"),
+        ({"virtual_stages": 8, "pp": 2}, "pp=2 × virtual_stages=8 is pinned, but the model has"),
+        ({"virtual_stages": 8}, "virtual_stages=8 is pinned, but the model has"),
+        ({"schedule": "interleaved"}, "needs several virtual stages"),
         ({"depth": 2}, "depth"),
         ({"tp": True}, "tp=True"),
         ({"tp": 4, "zero_stage": 1}, "zero_stage=1"),
@@ -204,6 +276,9 @@ def test_more_stages_than_blocks_are_refused():
         {"tp": 1, "pp": 1, "dp_replicate": 1, "dp_shard": 2},
         {"cp": 1, "ep": 1, "virtual_stages": 1, "tp": 4},
         {"schedule": "layered", "pp": 2, "recompute": "full"},
+        {"schedule": "interleaved", "virtual_stages": 2, "pp": 2},
+        {"schedule": "layered", "virtual_stages": 2},
+        {"virtual_stages": 2, "zero_stage": 1, "recompute": "full"},
     ],
 )
 def test_pins_hold(pin):
@@ -214,6 +289,7 @@ def test_pins_hold(pin):
         "zero_stage": found.schedule.zero_stage,
         "recompute": found.schedule.recompute,
         "schedule": found.schedule.name,
+        "virtual_stages": found.schedule.virtual_stages,
     }
     assert all(decided.get(name, 1) == value for name, value in pin.items())
     assert (found.schedule.zero_stage == 0) == (found.mesh.dp_shard == 1)
