@@ -18,12 +18,14 @@ if TYPE_CHECKING:
         CompiledModel,
         Coverage,
         Plan,
+        Simulation,
         compile,
         ops,
         plan,
         prove_rule,
         read_plan,
         register_rule,
+        simulate,
     )
     from autopar.ir.errors import AutoparError
 
@@ -33,6 +35,7 @@ __all__ = [
     "CompiledModel",
     "Coverage",
     "Plan",
+    "Simulation",
     "__version__",
     "compile",
     "functional",
@@ -41,6 +44,7 @@ __all__ = [
     "prove_rule",
     "read_plan",
     "register_rule",
+    "simulate",
 ]
 
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from autopar.ir.graph import ModelGraph, evaluate
-from autopar.ir.plan import Prediction, RankPrediction, TrainingPlan
+from autopar.ir.plan import (
+    ActionCosts,
+    Prediction,
+    RankPrediction,
+    SegmentCosts,
+    TrainingPlan,
+)
 from autopar.solver.costs.work import computing_nodes, forward_work, global_shapes, op_flops
 from autopar.solver.hardware import Cluster
-from autopar.solver.solved import Solved
+from autopar.solver.solved import Solved, optimizer_s
 
 
 def predict(
@@ -33,6 +39,7 @@ def predict(
         model_flops=flops,
         usable_bytes=cluster.usable_bytes,
         ranks=tuple(_rank(solved, stage) for stage in range(candidate.pp)),
+        action_costs=_action_costs(solved),
     )
 
 
@@ -56,6 +63,25 @@ def model_flops(model: ModelGraph, batch: int) -> float:
                 forward, backward = full, 2 * full
             total += counts[name] * (evaluate(forward, batch) + evaluate(backward, batch))
     return total
+
+
+def _action_costs(solved: Solved) -> ActionCosts:
+    times = solved.times
+    return ActionCosts(
+        segments=tuple(
+            SegmentCosts(
+                forward_s=times.forward_s[k],
+                backward_s=times.backward_s[k],
+                gather_s=times.gather_s[k],
+                reduce_s=times.reduce_s[k],
+                send_s=times.send_s[k],
+                held_bytes=times.held_bytes[k],
+            )
+            for k in range(len(solved.segments))
+        ),
+        optimizer_s=optimizer_s(solved.stager, solved.segments),
+        slowdown=solved.stager.cluster.hardware.overlap.slowdown,
+    )
 
 
 def _rank(solved: Solved, stage: int) -> RankPrediction:

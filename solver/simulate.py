@@ -70,6 +70,12 @@ class Simulation:
         pairs = zip(self.busy_s, self.exposed_s, strict=True)
         return tuple(max(0.0, self.step_s - busy - exposed) for busy, exposed in pairs)
 
+    @property
+    def bubble(self) -> tuple[float, ...]:
+        """Waiting for other stages over compute, by stage; 0 for a stage that computes nothing."""
+        pairs = zip(self.waiting_s, self.busy_s, strict=True)
+        return tuple(waiting / busy if busy else 0.0 for waiting, busy in pairs)
+
 
 def simulate(
     schedule: Schedule | CompactSchedule,

@@ -4,10 +4,12 @@ from autopar.api.compiled import CompiledModel, compile, compile_plan
 from autopar.api.data import synthetic_batches, vocabulary_size
 from autopar.api.ops import ops
 from autopar.api.planning import cannot_write, check_writable, plan, plan_source
+from autopar.api.simulation import simulate
 from autopar.ir.plan import Plan, read_plan
 from autopar.ir.rules.custom import register_rule
 from autopar.solver.coverage import Coverage, OpUse
 from autopar.solver.hardware import Cluster
+from autopar.solver.simulate import Simulation
 from autopar.testing import prove_rule
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "Coverage",
     "OpUse",
     "Plan",
+    "Simulation",
     "cannot_write",
     "check_writable",
     "compile",
@@ -26,6 +29,7 @@ __all__ = [
     "prove_rule",
     "read_plan",
     "register_rule",
+    "simulate",
     "synthetic_batches",
     "vocabulary_size",
 ]

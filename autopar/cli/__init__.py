@@ -88,6 +88,14 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
     _add_explain_arguments(commands.add_parser("explain", help="say a plan in words"))
+    _add_simulate_arguments(
+        commands.add_parser(
+            "simulate",
+            help="simulate the step of a plan",
+            description="Simulate the step of a plan action by action, from the numbers that the "
+            "plan stores: seconds and held bytes of each stage, and a trace.",
+        )
+    )
     _add_run_arguments(
         commands.add_parser(
             "run",
@@ -187,6 +195,17 @@ def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print certificate and prediction as JSON"
     )
+
+
+def _add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", type=Path, metavar="PLAN.json")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="TRACE.json",
+        help="write a trace for Perfetto or chrome://tracing here",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from autopar.ir.units import bytes_text, seconds_text
+
 if TYPE_CHECKING:
     from autopar.ir.plan import Plan
-
-
-_GIB = 2**30
 
 
 def explain(plan: Plan) -> str:
@@ -37,9 +36,9 @@ def _summary(plan: Plan) -> str:
         (
             f"{plan.model.name} ({plan.model.num_parameters / 1e9:.3g} B parameters) "
             f"on {num_gpus} of {available} × {plan.cluster.hardware}",
-            f"  step {_seconds(prediction.step_s)}, {prediction.tokens_per_s:,.0f} tokens/s, "
+            f"  step {seconds_text(prediction.step_s)}, {prediction.tokens_per_s:,.0f} tokens/s, "
             f"MFU {prediction.mfu:.1%}, fullest rank "
-            f"{_bytes(fullest)} of {_bytes(prediction.usable_bytes)}",
+            f"{bytes_text(fullest)} of {bytes_text(prediction.usable_bytes)}",
             f"  {certificate.statement} "
             f"({certificate.num_candidates} candidates bounded, {certificate.num_solved} solved, "
             f"{certificate.solve_s:.1f} s)",
@@ -108,7 +107,7 @@ def _time(plan: Plan) -> str:
     return _by_cause(
         f"time of a step (stage {slowest.stage})",
         [
-            (cause, seconds, _seconds(seconds))
+            (cause, seconds, seconds_text(seconds))
             for cause, seconds in slowest.seconds_by_cause.items()
         ],
     )
@@ -118,7 +117,7 @@ def _memory(plan: Plan) -> str:
     fullest = max(plan.prediction.ranks, key=lambda rank: rank.peak_bytes)
     return _by_cause(
         f"memory of the fullest rank (stage {fullest.stage})",
-        [(cause, num, _bytes(num)) for cause, num in fullest.bytes_by_cause.items()],
+        [(cause, num, bytes_text(num)) for cause, num in fullest.bytes_by_cause.items()],
     )
 
 
@@ -188,7 +187,8 @@ def _replicated_ops(plan: Plan) -> str:
     rows = [
         (
             found.op,
-            f"×{found.count}, {_seconds(found.seconds)} a step, {found.source or 'unknown line'}",
+            f"×{found.count}, {seconds_text(found.seconds)} a step, "
+            f"{found.source or 'unknown line'}",
         )
         for found in plan.replicated_ops
     ]
@@ -222,11 +222,3 @@ def _runs(ranges: Iterable[tuple[int, int]]) -> str:
         else:
             merged.append((first, last))
     return ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in merged)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def _bytes(num: int) -> str:
-    return f"{num / _GIB:.2f} GiB" if num >= _GIB / 10 else f"{num / 2**20:.2f} MiB"

@@ -192,8 +192,36 @@ class RankPrediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+class SegmentCosts:
+    """Seconds of a segment's actions on a rank, each for one micro-batch; ``send_s`` is that of the
+    message to the next segment's stage and of the one back. ``held_bytes`` live from a forward to
+    its backward.
+    """
+
+    forward_s: float
+    backward_s: float
+    gather_s: float
+    reduce_s: float
+    send_s: float
+    held_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+class ActionCosts:
+    """What the simulator needs beside the schedule: costs of the segments, seconds of the optimizer
+    on each stage, and by how many seconds a second of overlap lengthens compute.
+    """
+
+    segments: tuple[SegmentCosts, ...]
+    optimizer_s: tuple[float, ...]
+    slowdown: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
 class Prediction:
-    """Predicted step. ``mfu`` counts model FLOPs without recomputation."""
+    """Predicted step. ``mfu`` counts model FLOPs without recomputation; ``action_costs`` are what
+    it was simulated with, None in plans of versions that did not store them.
+    """
 
     step_s: float
     mfu: float
@@ -201,6 +229,7 @@ class Prediction:
     model_flops: float
     usable_bytes: int
     ranks: tuple[RankPrediction, ...]
+    action_costs: ActionCosts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_config)
@@ -364,6 +393,8 @@ def _check_consistency(plan: Plan, where: str) -> None:
         expected = segment.last_block + 1
     _check_schedule(plan.schedule, stages, where)
     _check_settings(plan, where)
+    if plan.prediction.action_costs is not None:
+        _check_costs(plan, plan.prediction.action_costs, where)
 
 
 def _check_schedule(schedule: SchedulePlan, stages: list[int], where: str) -> None:
@@ -388,6 +419,23 @@ def _check_schedule(schedule: SchedulePlan, stages: list[int], where: str) -> No
             f"stage c mod {pp}",
             where=where,
         )
+
+
+def _check_costs(plan: Plan, costs: ActionCosts, where: str) -> None:
+    """As many costs as segments and stages, and none that time could not take."""
+    if (len(costs.segments), len(costs.optimizer_s)) != (len(plan.segments), plan.mesh.pp):
+        raise PlanFormatError(
+            f"action costs of {len(costs.segments)} segments on {len(costs.optimizer_s)} stages, "
+            f"but the plan has {len(plan.segments)} on {plan.mesh.pp}",
+            where=where,
+        )
+    numbers = [costs.slowdown, *costs.optimizer_s]
+    for segment in costs.segments:
+        numbers += [segment.forward_s, segment.backward_s, segment.gather_s]
+        numbers += [segment.reduce_s, segment.send_s, segment.held_bytes]
+    for number in numbers:
+        if not 0 <= number < math.inf:
+            raise PlanFormatError(f"action costs: {number} is out of range", where=where)
 
 
 def _check_batch(batch: BatchPlan, batch_ranks: int, where: str) -> None:

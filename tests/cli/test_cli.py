@@ -11,7 +11,7 @@ from autopar import __version__, cli, read_plan
 from autopar.ir.plan import json_schema
 from tests.cli.helpers import run
 
-COMMANDS = ("plan", "explain", "run", "schema")
+COMMANDS = ("plan", "explain", "simulate", "run", "schema")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,46 @@
+"""The step of a plan, simulated again from the numbers that the plan stores."""
+
+from __future__ import annotations
+
+from autopar.ir.errors import InputError
+from autopar.ir.plan import Plan
+from autopar.ir.schedules import compact_schedule
+from autopar.solver.simulate import SegmentTimes, Simulation, simulate
+
+
+def simulate_plan(plan: Plan, *, record: bool = False) -> Simulation:
+    """What the plan predicts, action by action; no model and no cluster is needed.
+
+    Args:
+        plan: With the costs of its actions.
+        record: Whether to keep the timeline.
+
+    Raises:
+        InputError: An older autopar wrote the plan, and did not store them.
+    """
+    costs = plan.prediction.action_costs
+    if costs is None:
+        raise InputError(
+            "the plan does not store the costs of its actions, so that it cannot be simulated",
+            hint="plan again with this version of autopar",
+        )
+    segments = costs.segments
+    return simulate(
+        compact_schedule(
+            plan.schedule.name,
+            [segment.stage for segment in plan.segments],
+            plan.batch.num_micro_batches,
+            zero_stage=plan.schedule.zero_stage,
+        ),
+        SegmentTimes(
+            forward_s=tuple(segment.forward_s for segment in segments),
+            backward_s=tuple(segment.backward_s for segment in segments),
+            gather_s=tuple(segment.gather_s for segment in segments),
+            reduce_s=tuple(segment.reduce_s for segment in segments),
+            send_s=tuple(segment.send_s for segment in segments),
+            held_bytes=tuple(segment.held_bytes for segment in segments),
+        ),
+        optimizer_s=costs.optimizer_s,
+        slowdown=costs.slowdown,
+        record=record,
+    )
