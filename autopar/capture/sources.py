@@ -96,21 +96,39 @@ def open_model(
     text = str(model)
     if ":" in text and not Path(text).exists():
         return FunctionSource(spec=text)
-    config, task = _read_config(Path(text))
+    config, task = _config_of(*_read_settings(Path(text)))
     return ConfigSource(spec=text, config=config, task=task)
+
+
+def open_settings(settings: Mapping[str, Any], *, name: str) -> ModelSource:
+    """The Hugging Face model whose ``config.json`` would say ``settings``.
+
+    Args:
+        settings: With ``model_type``.
+        name: What the model is called. There is no file to open it again from.
+
+    Raises:
+        InputError: There is no such model.
+    """
+    _require_transformers(name)
+    config, task = _config_of(dict(settings), name)
+    return ConfigSource(spec=None, config=config, task=task, title=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigSource:
     """A Hugging Face model, from its config. See ``tasks`` for its class and its inputs."""
 
-    spec: str
+    spec: str | None
     config: Any
     task: Task
     loss_fn: None = None
+    title: str = ""
 
     @property
     def name(self) -> str:
+        if self.spec is None:
+            return self.title
         path = Path(self.spec)
         return path.parent.name if path.name == "config.json" else path.stem
 
@@ -143,7 +161,8 @@ class ConfigSource:
             except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:
                 first = str(error).strip().partition("\n")[0]
                 raise InputError(
-                    f"transformers cannot build the model of this config: {first}", where=self.spec
+                    f"transformers cannot build the model of this config: {first}",
+                    where=self.spec or self.title,
                 ) from error
         if model.loss_type is None:  # so for GPT-2; it would warn, and then guess
             model.loss_type = self.task.loss_type
@@ -151,7 +170,7 @@ class ConfigSource:
         return model
 
     def example_inputs(self, seq_len: int | None = None) -> dict[str, Tensor]:
-        return self.task.inputs(self.config, seq_len, self.spec)
+        return self.task.inputs(self.config, seq_len, self.spec or self.title)
 
     def integer_bound(self, name: str) -> int | None:
         is_label = name == "labels"
@@ -299,15 +318,20 @@ def _building(device: str, seed: int) -> Any:
             yield
 
 
-def _read_config(path: Path) -> tuple[Any, Task]:
+def _require_transformers(where: str) -> None:
     try:
-        from transformers import CONFIG_MAPPING
+        importlib.import_module("transformers")
     except ImportError as error:
         raise InputError(
             "reading a Hugging Face config needs the package transformers",
-            where=str(path),
+            where=where,
             hint="pip install 'autopar[hf]'",
         ) from error
+
+
+def _read_settings(path: Path) -> tuple[Any, str]:
+    """What a ``config.json`` says, and where it is."""
+    _require_transformers(str(path))
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise InputError(
@@ -315,25 +339,30 @@ def _read_config(path: Path) -> tuple[Any, Task]:
             hint="give a config.json, its directory, or package.module:function",
         )
     try:
-        settings = json.loads(file.read_text())
+        return json.loads(file.read_text()), str(file)
     except (ValueError, OSError) as error:
         raise InputError(f"{file} is no JSON: {error}", where=str(file)) from error
+
+
+def _config_of(settings: Any, where: str) -> tuple[Any, Task]:
+    from transformers import CONFIG_MAPPING
+
     model_type = settings.get("model_type") if isinstance(settings, dict) else None
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise InputError(
-            f"{file} is no transformer config: its model_type is {model_type!r}",
-            where=str(file),
+            f"{where} is no transformer config: its model_type is {model_type!r}",
+            where=where,
             hint="a config.json of Hugging Face names its model_type, for example 'llama'",
         )
     try:
         config = CONFIG_MAPPING[model_type].from_dict(settings)
     except Exception as error:
-        raise InputError(f"transformers refuses the config: {error}", where=str(file)) from error
+        raise InputError(f"transformers refuses the config: {error}", where=where) from error
     task = find_task(config)
     if task is None:
         raise InputError(
             f"transformers has no model of model_type {model_type!r} that gives a known loss",
-            where=str(file),
+            where=where,
             hint="give the model as package.module:function instead",
         )
     return config, task

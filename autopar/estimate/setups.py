@@ -1,0 +1,38 @@
+"""How a row is run: its cluster, and its layout as pins of the planner."""
+
+from __future__ import annotations
+
+from autopar.estimate.rows import GPUS_PER_NODE, EstimateRow
+from autopar.solver import Cluster
+
+
+def cluster_of(row: EstimateRow) -> Cluster:
+    """The GPUs of a row, with the network of the hardware file: ``node_net_gbps`` is the caller's
+    to set.
+    """
+    nodes = -(-row.world_size // GPUS_PER_NODE)
+    return Cluster(row.gpu, nodes=nodes, gpus_per_node=row.world_size // nodes)
+
+
+def pins_of(row: EstimateRow) -> dict[str, int | str]:
+    """All decisions of a row, by the names of pins.
+
+    ZeRO over one rank shards nothing, and is stage 0; so are positions along a tensor axis of one
+    rank not shared.
+    """
+    return {
+        "tp": row.tp,
+        "pp": row.pp,
+        "dp_replicate": row.dp // row.zero_shard,
+        "dp_shard": row.zero_shard,
+        "micro_batch_size": row.micro_batch,
+        "zero_stage": row.zero_stage if row.zero_shard > 1 else 0,
+        "recompute": row.act_ckpt,
+        "schedule": "1f1b" if row.vpp == 1 else "interleaved",
+        "virtual_stages": row.vpp,
+        "sequence_parallel": int(row.seq_parallel and row.tp > 1),
+        "kernel": row.kernel,
+        "precision": row.precision,
+        "comm_precision": row.comm_precision,
+        "grads_fp32": int(row.grads_fp32),
+    }
