@@ -22,6 +22,9 @@ def eager_attention(
     The backend is called itself: ``sdpa_kernel`` chooses it for all threads of a process.
     """
     assert dropout_p == 0.0, "dropout is drawn by position: attention_with_dropout"
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # the backend adds what it is given
+        seen = torch.zeros((), dtype=query.dtype, device=query.device)
+        attn_mask = seen.where(attn_mask, -torch.inf)
     attended: Tensor = torch.ops.aten._scaled_dot_product_attention_math.default(
         query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, get_args
 
 import jsonschema
 import pytest
@@ -25,6 +25,7 @@ from autopar.ir.plan import (
     Plan,
     Prediction,
     RankPrediction,
+    RecomputeName,
     ReplicatedOp,
     SchedulePlan,
     SegmentPlan,
@@ -100,7 +101,7 @@ def plans(draw: st.DrawFn) -> Plan:
         ),
         schedule=SchedulePlan(
             name=draw(st.sampled_from(["1f1b", "layered"])),
-            recompute=draw(st.sampled_from(["none", "full"])),
+            recompute=draw(st.sampled_from(get_args(RecomputeName))),
             zero_stage=draw(st.integers(0, 3)),
         ),
         training=TrainingPlan(

@@ -18,10 +18,10 @@ from tests.zoo import ZOO
 
 CASES = [
     # encoder output and relative biases go to all decoder layers, on later stages
-    ("t5", Mesh(pp=2, tp=2), "none"),
+    ("t5", Mesh(pp=2, tp=2), "selective_op"),
     ("t5", Mesh(pp=3), "full"),
     ("bert", Mesh(dp_shard=2, tp=2), "full"),
-    ("gpt_neox", Mesh(tp=4), "none"),
+    ("gpt_neox", Mesh(tp=4), "selective"),
     ("torch_encoder", Mesh(pp=2, dp_shard=2), "full"),
 ]
 
