@@ -1,20 +1,22 @@
 """Any well-typed layout of any model of the zoo has the numbers of one device.
 
 Everything is drawn: model and attention, mesh of up to 8 ranks, states of every tensor on every
-axis, stage cuts, ZeRO stage, recomputation, schedule, number of micro-batches. `make stress` draws
-for long.
+axis, stage cuts, ZeRO stage, recomputation, kernels, schedule, number of micro-batches. `make
+stress` draws for long.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
+from typing import get_args
 
 import pytest
 from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 
 from autopar.ir.graph import ModelGraph
+from autopar.ir.kernels import RUNNABLE
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import BatchPlan, Plan, RecomputeName, ScheduleName, SchedulePlan, SegmentPlan
 from tests.passes.layouts import anything, choose_layout, random_pins
@@ -44,7 +46,7 @@ MESHES = [
     Mesh(dp_replicate=2, ep=2, tp=2),
 ]
 SCHEDULES: list[ScheduleName] = ["1f1b", "layered"]
-RECOMPUTES: list[RecomputeName] = ["none", "full"]
+RECOMPUTES: list[RecomputeName] = list(get_args(RecomputeName))
 
 
 @pytest.mark.timeout(1200)  # it captures every family, and may wait for a busy machine
@@ -57,6 +59,7 @@ RECOMPUTES: list[RecomputeName] = ["none", "full"]
     zero_stage=st.integers(0, 3),
     recompute=st.sampled_from(RECOMPUTES),
     schedule=st.sampled_from(SCHEDULES),
+    kernels=st.sampled_from(RUNNABLE),
 )
 def test_any_layout_has_the_numbers_of_one_device(
     model: tuple[str, str],
@@ -66,6 +69,7 @@ def test_any_layout_has_the_numbers_of_one_device(
     zero_stage: int,
     recompute: RecomputeName,
     schedule: ScheduleName,
+    kernels: str,
 ) -> None:
     case = zoo_case(*model, batch_size=BATCH)
     micro_batch_size, rest = divmod(BATCH, mesh.batch_ranks * num_micro_batches)
@@ -81,7 +85,9 @@ def test_any_layout_has_the_numbers_of_one_device(
             micro_batch_size=micro_batch_size,
             num_micro_batches=num_micro_batches,
         ),
-        schedule=SchedulePlan(name=schedule, recompute=recompute, zero_stage=zero_stage),
+        schedule=SchedulePlan(
+            name=schedule, recompute=recompute, zero_stage=zero_stage, kernels=kernels
+        ),
     )
     note(f"{model}, {mesh}, {plan.batch}, {plan.schedule}, {plan.segments}")
     assert_like_one_device(case, plan)

@@ -36,16 +36,17 @@ def test_eager_attention_is_that_of_the_math_backend(
         torch.randn(2, heads, length, 8, dtype=dtype, requires_grad=True)
         for heads, length in ((4, QUERIES), (key_heads, KEYS), (key_heads, KEYS))
     ]
+    query, key, value = tensors
     mask = mask_of(kind)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(dtype)
     grouped = key_heads != 4
     found = eager_attention(
-        *tensors, mask, is_causal=kind == "causal", scale=scale, enable_gqa=grouped
+        query, key, value, mask, is_causal=kind == "causal", scale=scale, enable_gqa=grouped
     )
     with sdpa_kernel(SDPBackend.MATH):
         expected = functional.scaled_dot_product_attention(
-            *tensors, mask, is_causal=kind == "causal", scale=scale, enable_gqa=grouped
+            query, key, value, mask, is_causal=kind == "causal", scale=scale, enable_gqa=grouped
         )
     assert torch.equal(found, expected)
     assert found.isfinite().all()
