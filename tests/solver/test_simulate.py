@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from autopar.ir.schedules import (
     contiguous_stages,
     layered,
-    make_schedule,
     modular_stages,
     one_f_one_b,
 )
@@ -40,40 +39,6 @@ def test_bubble_of_the_modular_pipeline_is_as_derived(p, v, num):
     step = simulate(schedule, uniform(p * v, 1.0, 1.0), optimizer_s=[0.0] * p).step_s
     ideal = (v * max(num, p) + min(num, p) - 1) * 2
     assert step <= ideal + 1e-9  # the last segment alternates, which can only hide more
-
-
-@given(
-    p=st.integers(1, 4),
-    v=st.integers(1, 3),
-    num=st.integers(1, 6),
-    zero=st.sampled_from([0, 1, 2, 3]),
-    name=st.sampled_from(["1f1b", "layered"]),
-    data=st.data(),
-)
-def test_a_step_is_between_critical_path_and_serial_sum(p, v, num, zero, name, data):
-    positive = st.floats(0.01, 3.0)
-    n = p * v
-
-    def draw() -> tuple[float, ...]:
-        return tuple(data.draw(st.lists(positive, min_size=n, max_size=n)))
-
-    times = SegmentTimes(
-        forward_s=draw(),
-        backward_s=draw(),
-        gather_s=draw() if zero else (0.0,) * n,
-        reduce_s=draw(),
-        send_s=draw(),
-        held_bytes=(1,) * n,
-    )
-    schedule = make_schedule(name, contiguous_stages(p, v), num, zero_stage=zero)
-    result = simulate(schedule, times, optimizer_s=[0.1] * p, record=True)
-    both = [f + g for f, g in zip(times.forward_s, times.backward_s, strict=True)]
-    longest = max(num * sum(both[s * v : (s + 1) * v]) for s in range(p))
-    path = sum(both) + 2 * sum(times.send_s[s * v + v - 1] for s in range(p - 1))
-    events = sum(e.end_s - e.start_s for stage in result.timeline for e in stage)
-    serial = events + 2 * num * sum(times.send_s)
-    assert max(longest, path) <= result.step_s + 1e-9
-    assert result.step_s <= serial + 1e-9
 
 
 def test_hidden_gathers_cost_only_the_slowdown():
