@@ -82,8 +82,8 @@ def plan(
         gradient_dtype: In which gradients are accumulated; default: fp32 (float64 under float64).
         reduce_dtype: In which gradients are sent to be summed; default: as they are accumulated.
         optimizer, learning_rate, weight_decay, betas, eps, max_grad_norm, seed: How to train.
-        pin: Decisions to fix: ``tp, pp, dp_replicate, dp_shard, micro_batch_size, zero_stage,
-            recompute, schedule``.
+        pin: Decisions to fix: ``tp, pp, cp, ep, dp_replicate, dp_shard, micro_batch_size,
+            zero_stage, recompute, schedule, virtual_stages``.
         progress: Called with a line of text now and then.
 
     Raises:
