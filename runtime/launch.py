@@ -39,13 +39,20 @@ def connect(plan: Plan, *, timeout_s: float | None = None) -> DistributedCommuni
     Raises:
         ClusterError: the ranks that run are not those of the plan, or have not its device.
     """
+    cluster = plan.cluster
+    return connect_ranks(plan.device_mesh(), cluster.backend, cluster.device, timeout_s=timeout_s)
+
+
+def connect_ranks(
+    mesh: Mesh, backend: str, device_type: str, *, timeout_s: float | None = None
+) -> DistributedCommunicator:
+    """Join the other ranks of ``mesh``, as ``connect`` does those of a plan."""
     if timeout_s is None:
         timeout_s = timeout_from_environment()
-    mesh = plan.device_mesh()
-    device = _local_device(plan.cluster.device)
+    device = _local_device(device_type)
     owns_processes = not dist.is_initialized()
     if owns_processes:
-        store = _join(plan.cluster.backend, device, mesh, timeout_s)
+        store = _join(backend, device, mesh, timeout_s)
     else:
         # torch has no public name for it
         store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]

@@ -112,6 +112,14 @@ def _parser() -> argparse.ArgumentParser:
             "split; an op without a rule is replicated, and what that costs is said.",
         )
     )
+    _add_calibrate_arguments(
+        commands.add_parser(
+            "calibrate",
+            help="measure this machine and write a hardware file",
+            description="Measure this machine and write a hardware file. Starts the ranks of one "
+            "node itself; start it under torchrun for several nodes.",
+        )
+    )
     commands.add_parser("schema", help="print the JSON Schema of a plan")
     return parser
 
@@ -221,6 +229,21 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--save", type=Path, metavar="DIR", help="write a checkpoint here at the end"
     )
     parser.add_argument("--load", type=Path, metavar="DIR", help="go on from this checkpoint")
+
+
+def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="MINE.toml", help="write it here"
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="ranks of this node; default: as in the base"
+    )
+    parser.add_argument(
+        "--hardware",
+        metavar="BASE",
+        help="known hardware, or a file, for what cannot be measured here; default: by device",
+    )
+    parser.add_argument("--quick", action="store_true", help="measure less: under 20 s")
 
 
 def _flag(name: str) -> str:

@@ -1,0 +1,125 @@
+"""Predicted beside measured steps on this machine: `python benchmarks/calibrate.py`.
+
+The machine is calibrated once for each number of ranks, the demo's model is planned on it under
+some layouts, and each plan trains for some steps with gloo. The first steps are left out; of the
+rest the fastest and the median are printed. Target: the median within 20 % of what was predicted.
+The last column says how many cores something else took meanwhile: with more than a few percent of
+the machine the line says little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from autopar import api
+
+CONFIG = Path(__file__).parents[1] / "examples" / "configs" / "llama-tiny"
+GLOBAL_BATCH_SIZE, SEQ_LEN, WARM_UP = 16, 64, 4
+LAYOUTS: tuple[tuple[int, Mapping[str, int | str]], ...] = (
+    (4, {"pp": 2, "tp": 2, "dp_shard": 1, "dp_replicate": 1}),
+    (4, {"dp_replicate": 4, "dp_shard": 1, "tp": 1, "pp": 1, "zero_stage": 0}),
+    (4, {"dp_shard": 4, "dp_replicate": 1, "tp": 1, "pp": 1, "zero_stage": 1}),
+    (4, {"dp_shard": 4, "dp_replicate": 1, "tp": 1, "pp": 1, "zero_stage": 3}),
+    (4, {"tp": 4, "pp": 1, "dp_replicate": 1, "dp_shard": 1}),
+    (4, {"tp": 2, "dp_replicate": 2, "dp_shard": 1, "pp": 1, "zero_stage": 0}),
+    (2, {"pp": 2, "tp": 1, "dp_replicate": 1, "dp_shard": 1}),
+    (2, {"tp": 2, "pp": 1, "dp_replicate": 1, "dp_shard": 1}),
+    (2, {"dp_replicate": 2, "dp_shard": 1, "tp": 1, "pp": 1, "zero_stage": 0}),
+    (2, {"dp_shard": 2, "dp_replicate": 1, "tp": 1, "pp": 1, "zero_stage": 3}),
+    (1, {"micro_batch_size": 4}),
+)
+
+
+def main() -> None:
+    """Calibrate, plan and train, and print a line for each layout."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, help="layouts of so many ranks only")
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--quick", action="store_true", help="calibrate quickly")
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, ", end="")
+    print(f"torch {torch.__version__}, {CONFIG.name}, seed 0, milliseconds", flush=True)
+    print(f"{'layout':<44} predicted  fastest   median  predicted / median  other cores")
+    ratios: list[float] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for num_ranks in sorted({ranks for ranks, _ in LAYOUTS}, reverse=True):
+            if arguments.ranks in (None, num_ranks):
+                hardware = _calibrate(Path(scratch), num_ranks, quick=arguments.quick)
+                pins = [pin for ranks, pin in LAYOUTS if ranks == num_ranks]
+                ratios += [_line(hardware, num_ranks, pin, arguments.steps) for pin in pins]
+    worst = max(max(ratio, 1 / ratio) for ratio in ratios)
+    print(f"{len(ratios)} layouts, worst ratio {worst:.2f}, within 20 %: ", end="")
+    print(sum(abs(ratio - 1) <= 0.2 for ratio in ratios))
+
+
+def _calibrate(folder: Path, num_ranks: int, *, quick: bool) -> Path:
+    path = folder / f"cpu-{num_ranks}.toml"
+    _autopar("calibrate", "-o", path, "--ranks", num_ranks, *(["--quick"] if quick else []))
+    return path
+
+
+def _line(hardware: Path, num_ranks: int, pin: Mapping[str, int | str], steps: int) -> float:
+    plan = api.plan(
+        CONFIG,
+        api.Cluster(hardware, gpus_per_node=num_ranks),
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        seq_len=SEQ_LEN,
+        precision="fp32",
+        pin=pin,
+    )
+    path = hardware.with_suffix(".json")
+    plan.save(path)
+    before, started = _others_s(), time.perf_counter()
+    lines = _autopar("run", path, "--steps", WARM_UP + steps).splitlines()
+    others = (_others_s() - before) / (time.perf_counter() - started)
+    seconds = [float(json.loads(line)["seconds"]) for line in lines if line.startswith("{")]
+    median = statistics.median(seconds[WARM_UP:])
+    mesh, batch = plan.mesh, plan.batch
+    layout = f"pp {mesh.pp} dp {mesh.dp_replicate}·{mesh.dp_shard} tp {mesh.tp}, "
+    layout += f"ZeRO {plan.schedule.zero_stage}, {plan.schedule.name}, "
+    layout += f"{batch.num_micro_batches} × {batch.micro_batch_size}"
+    predicted = plan.prediction.step_s
+    print(
+        f"{layout:<44} {predicted * 1e3:>9.1f} {min(seconds[WARM_UP:]) * 1e3:>8.1f} "
+        f"{median * 1e3:>8.1f} {predicted / median:>19.2f} {others:>12.2f}",
+        flush=True,
+    )
+    return predicted / median
+
+
+def _others_s() -> float:
+    """CPU seconds of all processes but this one and those that it has waited for; Linux only."""
+    times = os.times()
+    own = times.user + times.system + times.children_user + times.children_system
+    try:
+        fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+    except OSError:
+        return -own
+    ticks = [int(field) for field in fields]
+    idle = ticks[3] + ticks[4]
+    return (sum(ticks[:8]) - idle) / os.sysconf("SC_CLK_TCK") - own
+
+
+def _autopar(*arguments: object) -> str:
+    command = [sys.executable, "-m", "autopar", *map(str, arguments)]
+    done = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE)
+    if done.returncode:
+        sys.exit(done.returncode)
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main()
