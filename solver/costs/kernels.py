@@ -29,7 +29,10 @@ class Kernels:
         seconds += sum(self.product_seconds(product) for product in work.products)
         if work.attention is not None:
             seconds += self.attention_seconds(work.attention, backward=backward)
-        return max(seconds, work.num_kernels * self.hardware.chip.kernel_s)
+        seconds = max(seconds, work.num_kernels * self.hardware.chip.kernel_s)
+        if self.hardware.device == "cpu":  # the host computes: it cannot run ahead of itself
+            seconds += work.num_kernels * self.hardware.chip.launch_s
+        return seconds
 
     def peak(self, itemsize: int) -> float:
         """Dense peak FLOP/s of operands of this many bytes."""
