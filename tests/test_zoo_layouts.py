@@ -45,7 +45,7 @@ MESHES = [
     Mesh(dp_shard=2, cp=2, tp=2),
     Mesh(dp_replicate=2, ep=2, tp=2),
 ]
-SCHEDULES: list[ScheduleName] = ["1f1b", "layered"]
+SCHEDULES: list[ScheduleName] = list(get_args(ScheduleName))
 RECOMPUTES: list[RecomputeName] = list(get_args(RecomputeName))
 
 
@@ -76,6 +76,8 @@ def test_any_layout_has_the_numbers_of_one_device(
     assume(rest == 0 and mesh.pp <= len(case.model.blocks))
     if mesh.dp_shard * mesh.cp * mesh.ep == 1:
         zero_stage = 0
+    if schedule == "interleaved" and (mesh.pp == 1 or 2 * mesh.pp > len(case.model.blocks)):
+        schedule = "1f1b"
     plan = random_plan(
         case.model,
         mesh,
@@ -86,7 +88,11 @@ def test_any_layout_has_the_numbers_of_one_device(
             num_micro_batches=num_micro_batches,
         ),
         schedule=SchedulePlan(
-            name=schedule, recompute=recompute, zero_stage=zero_stage, kernels=kernels
+            name=schedule,
+            recompute=recompute,
+            zero_stage=zero_stage,
+            kernels=kernels,
+            virtual_stages=2 if schedule == "interleaved" else 1,
         ),
     )
     note(f"{model}, {mesh}, {plan.batch}, {plan.schedule}, {plan.segments}")
@@ -118,15 +124,17 @@ def random_plan(
 def random_cuts(
     num_blocks: int, pp: int, schedule: SchedulePlan, rng: random.Random
 ) -> list[SegmentPlan]:
-    """Stages that start at random blocks; each of several segments, but in layered pipelines."""
-    starts = [0, *sorted(rng.sample(range(1, num_blocks), pp - 1))]
+    """Virtual stages that start at random blocks; each of several segments, but in layered
+    pipelines.
+    """
+    starts = [0, *sorted(rng.sample(range(1, num_blocks), pp * schedule.virtual_stages - 1))]
     found: list[SegmentPlan] = []
-    for stage, (first, end) in enumerate(zip(starts, [*starts[1:], num_blocks], strict=True)):
+    for number, (first, end) in enumerate(zip(starts, [*starts[1:], num_blocks], strict=True)):
         one = schedule.name == "layered" and pp > 1
         inner = [] if one else [b for b in range(first + 1, end) if rng.random() < 0.5]
         bounds = [first, *inner, end]
         found += [
-            SegmentPlan(stage=stage, first_block=a, last_block=b - 1)
+            SegmentPlan(stage=number % pp, first_block=a, last_block=b - 1)
             for a, b in itertools.pairwise(bounds)
         ]
     return found
