@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from autopar.calibration.fit import Free, fit
 from autopar.calibration.hardware import on, value_at, with_values
@@ -18,6 +18,7 @@ from autopar.calibration.samples import (
 from autopar.calibration.small_model import ModelSample
 from autopar.ir.graph import evaluate
 from autopar.solver.hardware import Cluster
+from autopar.solver.hardware.spec import Efficiency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,13 @@ class Estimates:
         self.set({one.path: value_at(hardware, one.path) for one in free}, source)
 
 
+_PRODUCT_SHARES = tuple(
+    f"efficiency.{field.name}"
+    for field in fields(Efficiency)
+    if field.name in ("tile_256x128", "tile_128x128", "tile_64x64", "aligned_8", "unaligned")
+)
+
+
 def estimate(base: Cluster, measured: Measured) -> Estimates:
     """The numbers of ``base`` that ``measured`` says something about, as that says them.
 
@@ -125,7 +133,6 @@ def _compute(found: Estimates, measured: Measured) -> None:
     )
     fastest = max(evaluate(s.work.bytes, 1) / s.timing.best_s for s in measured.elementwise)
     _raise_peak(found, "chip.hbm_bytes_per_s", fastest, "elementwise kernel", is_cpu=is_cpu)
-    shares = ("tile_256x128", "tile_128x128", "tile_64x64")
     found.fit(
         measured.elementwise,
         [Free(path="efficiency.hbm", low=0.01, high=1.0)],
@@ -137,7 +144,7 @@ def _compute(found: Estimates, measured: Measured) -> None:
     found.fit(
         measured.products,
         [
-            *(Free(path=f"efficiency.{share}", low=0.01, high=1.0) for share in shares),
+            *(Free(path=path, low=0.01, high=1.0) for path in _PRODUCT_SHARES),
             Free(path="efficiency.tile_ramp", low=0.0, high=512.0, scale=100.0),
         ],
         f"products in {precision}",
