@@ -5,19 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast, get_args
 
 from autopar.ir.errors import InputError
+from autopar.ir.kernels import DEFAULT_KERNELS, parse_kernels
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import RecomputeName, ScheduleName
 from autopar.solver.hardware import Cluster
 
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
-INTEGER_PINS = (*DEGREES, "micro_batch_size", "zero_stage", "virtual_stages")
+INTEGER_PINS = (
+    *DEGREES,
+    "micro_batch_size",
+    "zero_stage",
+    "virtual_stages",
+    "sequence_parallel",
+)
 CHOICE_PINS: Mapping[str, tuple[str, ...]] = {
-    "recompute": ("none", "full"),
+    "recompute": get_args(RecomputeName),
     "schedule": ("1f1b", "interleaved", "layered"),
+    "cuts": ("balanced", "even"),
 }
+KERNEL_PIN = "kernel"
+_RANGES = {"zero_stage": (0, 3), "sequence_parallel": (0, 1)}
 LONG_SEQUENCE = 32768
 """Sequences of so many tokens are searched for a context axis."""
 
@@ -30,6 +40,8 @@ they are pinned, too.
 """
 
 Pins = Mapping[str, int | str]
+CutsName = Literal["balanced", "even"]
+"""Stage cuts for the fastest step, or with as many layers on each stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +57,22 @@ class Divisible:
     num_blocks: int
     seq_len: int | None = None
     num_experts: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How blocks are computed, whatever the degrees.
+
+    Attributes:
+        kernels: By which kernels (``autopar.ir.kernels``).
+        sequence_parallel: Whether the tensor axis shards positions between blocks; None: as is
+            fastest.
+        recompute: ``selective`` or ``selective_op`` where backward computes some ops again.
+    """
+
+    kernels: str
+    sequence_parallel: bool | None
+    recompute: RecomputeName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +94,19 @@ class Candidate:
     recompute: RecomputeName
     schedule: ScheduleName
     virtual_stages: int = 1
+    kernels: str = DEFAULT_KERNELS
+    sequence_parallel: bool | None = None
+    cuts: CutsName = "balanced"
+
+    @property
+    def way(self) -> Way:
+        """How its blocks are computed."""
+        by_op = self.recompute in ("selective", "selective_op")
+        return Way(
+            kernels=self.kernels,
+            sequence_parallel=self.sequence_parallel if self.tp > 1 else None,
+            recompute=self.recompute if by_op else "none",
+        )
 
     @property
     def dp(self) -> int:
@@ -103,7 +144,8 @@ class Candidate:
         """
         if self.schedule == "layered" and self.pp > 1:
             return False
-        return self.dp > 1 or self.recompute == "full" or self.schedule == "layered"
+        by_block = self.recompute in ("full", "selective_layer")
+        return self.dp > 1 or by_block or self.schedule == "layered"
 
     def __str__(self) -> str:
         more = "".join(
@@ -124,8 +166,10 @@ def check_pins(pin: Pins, cluster: Cluster, global_batch_size: int) -> None:
             if value not in CHOICE_PINS[name]:
                 options = " or ".join(CHOICE_PINS[name])
                 raise InputError(f"{name}={value!r} is pinned; it can be {options}")
+        elif name == KERNEL_PIN:
+            parse_kernels(str(value))
         elif name not in INTEGER_PINS:
-            known = ", ".join((*INTEGER_PINS, *CHOICE_PINS))
+            known = ", ".join((*INTEGER_PINS, *CHOICE_PINS, KERNEL_PIN))
             raise InputError(f"nothing is called {name!r}, so that it cannot be pinned", hint=known)
         else:
             _check_integer(name, value)
@@ -148,11 +192,13 @@ def check_pins(pin: Pins, cluster: Cluster, global_batch_size: int) -> None:
 
 
 def _check_integer(name: str, value: object) -> None:
-    lowest, highest = (0, 3) if name == "zero_stage" else (1, None)
+    lowest, highest = _RANGES.get(name, (1, None))
     if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
         raise InputError(f"{name}={value!r} is pinned; it must be a whole number ≥ {lowest}")
     if highest is not None and value > highest:
-        raise InputError(f"{name}={value} is pinned; it can be 0, 1, 2 or 3")
+        options = [str(option) for option in range(lowest, highest + 1)]
+        known = f"{', '.join(options[:-1])} or {options[-1]}"
+        raise InputError(f"{name}={value} is pinned; it can be {known}")
 
 
 def _check_model(pin: Pins, model: Divisible) -> None:
@@ -329,6 +375,9 @@ def _of_mesh(mesh: Mesh, global_batch_size: int, pin: Pins) -> Iterator[Candidat
         return
     share = global_batch_size // mesh.batch_ranks
     recomputes: tuple[RecomputeName, ...] = ("none", "full")
+    if "recompute" in pin:
+        recomputes = (cast("RecomputeName", pin["recompute"]),)
+    sharded = pin.get("sequence_parallel")
     for micro_batch_size in _micro_batch_sizes(share, pin):
         for zero_stage in _zero_stages(mesh, pin):
             for recompute in recomputes:
@@ -346,6 +395,9 @@ def _of_mesh(mesh: Mesh, global_batch_size: int, pin: Pins) -> Iterator[Candidat
                         recompute=recompute,
                         schedule=schedule,
                         virtual_stages=int(pin.get("virtual_stages", 1)),
+                        kernels=str(parse_kernels(str(pin.get(KERNEL_PIN, DEFAULT_KERNELS)))),
+                        sequence_parallel=None if sharded is None else bool(sharded),
+                        cuts=cast("CutsName", pin.get("cuts", "balanced")),
                     )
                     if _holds(candidate, pin):
                         yield candidate

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from autopar.ir.graph import ModelGraph
 from autopar.solver.facts import Floats
 
 StageCosts = Callable[[int], Floats]
@@ -41,3 +42,22 @@ def best_cuts(num_blocks: int, num_stages: int, cost: StageCosts) -> tuple[float
     for choice in reversed(choices):
         cuts.append(int(choice[cuts[-1]]))
     return float(best[num_blocks]), tuple(reversed(cuts))
+
+
+def layer_cuts(model: ModelGraph, num_runs: int) -> tuple[int, ...]:
+    """Cuts that spread layers evenly, as Megatron-LM does: blocks of the kind that repeats most.
+
+    What comes before the first layer goes with the first run, what comes after the last with the
+    last. Where the runs do not divide the layers, all blocks are spread, the first runs longer.
+    """
+    counts = model.multiplicity()
+    kind = max(counts, key=lambda name: counts[name])
+    layers = [block.index for block in model.blocks if block.kind == kind]
+    num = len(model.blocks)
+    if len(layers) % num_runs == 0:
+        return (0, *layers[:: len(layers) // num_runs][1:], num)
+    short, longer = divmod(num, num_runs)
+    cuts = [0]
+    for run in range(num_runs):
+        cuts.append(cuts[-1] + short + (run < longer))
+    return tuple(cuts)

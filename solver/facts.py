@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.graph import Block, ModelGraph, Role, TensorInfo, info
+from autopar.ir.graph import ModelGraph, Role, TensorInfo, info
+from autopar.ir.plan import RecomputeName
+from autopar.ir.recompute import recomputed_blocks
 from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.problem import KindCost, Problem
 
@@ -28,8 +31,7 @@ class BlockCosts:
         border_bytes: What passes from block ``i - 1`` and before to block ``i`` and after.
         numel: Elements of parameters at their first use; ``shared_numel`` at every use.
         expert_numel, shared_expert_numel: The part of them that an expert axis shards.
-        recomputed: 1 for blocks that full recomputation repeats: all but the one that makes the
-            loss, whose backward follows its forward at once.
+        recomputed: For each way of recomputing whole blocks, 1 for the blocks that it repeats.
         step_s: Reductions over the tensor axis, once a step.
         parameters: Local elements of each parameter by name, and whether an expert axis shards
             it, for each block.
@@ -47,13 +49,17 @@ class BlockCosts:
     shared_numel: Floats
     expert_numel: Floats
     shared_expert_numel: Floats
-    recomputed: Floats
+    recomputed: Mapping[RecomputeName, Floats]
     step_s: Floats
     parameters: tuple[Mapping[str, tuple[int, bool]], ...] = field(repr=False)
 
     @property
     def num_blocks(self) -> int:
         return len(self.forward_s)
+
+    def again(self, recompute: RecomputeName) -> Floats:
+        """1 for blocks that ``recompute`` repeats as a whole, 0 for others."""
+        return self.recomputed[recompute]
 
 
 def layout_costs(
@@ -82,10 +88,13 @@ def least_kind_costs(problem: Problem) -> tuple[KindCost, ...]:
     """For each kind: every op at its fastest, no moves, and every kept tensor at its smallest."""
     num = len(problem.kinds)
     forward, backward, held, temporary = [0.0] * num, [0.0] * num, [0] * num, [0] * num
+    launches = [[0.0, 0.0] for _ in range(num)]
     kept: dict[int, int] = {}
     for op in problem.ops:
         forward[op.kind] += min(option.forward_s for option in op.options)
         backward[op.kind] += min(option.backward_s for option in op.options)
+        launches[op.kind][0] += min(option.forward_launch_s for option in op.options)
+        launches[op.kind][1] += min(option.backward_launch_s for option in op.options)
         smallest = min(option.transient_bytes for option in op.options)
         temporary[op.kind] = max(temporary[op.kind], smallest)
         tensors = [{problem.held[q].tensor for q in option.held} for option in op.options]
@@ -110,6 +119,8 @@ def least_kind_costs(problem: Problem) -> tuple[KindCost, ...]:
             backward_comm_s=0.0,
             held_bytes=held[kind],
             transient_bytes=temporary[kind],
+            forward_launch_s=launches[kind][0],
+            backward_launch_s=launches[kind][1],
         )
         for kind in range(num)
     )
@@ -153,8 +164,8 @@ def _block_costs(
     for producer, last, num_bytes in passes.values():
         borders[producer + 1 : last + 1] += num_bytes
     return BlockCosts(
-        forward_s=np.array([cost.forward_s for cost in costs]),
-        backward_s=np.array([cost.backward_s for cost in costs]),
+        forward_s=np.array([max(cost.forward_s, cost.forward_launch_s) for cost in costs]),
+        backward_s=np.array([max(cost.backward_s, cost.backward_launch_s) for cost in costs]),
         forward_comm_s=np.array([cost.forward_comm_s for cost in costs]),
         backward_comm_s=np.array([cost.backward_comm_s for cost in costs]),
         held_bytes=np.array([float(cost.held_bytes) for cost in costs]),
@@ -165,15 +176,16 @@ def _block_costs(
         shared_numel=shared,
         expert_numel=experts,
         shared_expert_numel=shared_experts,
-        recomputed=np.array([float(repeats(model, block)) for block in model.blocks]),
+        recomputed={name: repeated_blocks(model, name) for name in get_args(RecomputeName)},
         step_s=step_s,
         parameters=tuple(parameters),
     )
 
 
-def repeats(model: ModelGraph, block: Block) -> bool:
-    """Whether full recomputation computes ``block`` twice."""
-    return block.index != model.producer(model.loss)[0]
+def repeated_blocks(model: ModelGraph, recompute: RecomputeName) -> Floats:
+    """1 for blocks that ``recompute`` repeats as a whole, 0 for others."""
+    repeated = recomputed_blocks(model, recompute)
+    return np.array([float(block.index in repeated) for block in model.blocks])
 
 
 def _bytes(tensor: TensorInfo, elements: int) -> int:

@@ -95,7 +95,7 @@ def _rank(solved: Solved, stage: int) -> RankPrediction:
     comm = total(costs.forward_comm_s) + total(costs.backward_comm_s)
     forward = total(costs.forward_s)
     compute = forward + total(costs.backward_s) - comm
-    again = total(costs.forward_s * costs.recomputed) if candidate.recompute == "full" else 0.0
+    again = total(costs.forward_s * costs.again(candidate.recompute))
     optimizer = total(stager.optimizer_s() + costs.step_s)
     busy, exposed = solved.simulation.busy_s[stage], solved.simulation.exposed_s[stage]
     own = num * (compute + comm + again) + optimizer

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.solver.bounds import StageBounds, StageTimes, exact_times
-from autopar.solver.candidates import Candidate, Divisible
+from autopar.solver.candidates import Candidate, Divisible, Way
 from autopar.solver.costs.memory import Itemsizes
-from autopar.solver.cuts import best_cuts
+from autopar.solver.cuts import best_cuts, layer_cuts
 from autopar.solver.data_axis import DataAxis
 from autopar.solver.facts import BlockCosts
 from autopar.solver.hardware import Cluster
@@ -76,8 +76,8 @@ class Search:
         self.progress = progress or (lambda _: None)
         self.data_axis = DataAxis(facts=facts, cluster=cluster)
         self.axes = TypedAxes(facts=facts, cluster=cluster)
-        self.settings: dict[tuple[int, int, int, int], Setting] = {}
-        self.too_large: dict[tuple[int, int, int], int] = {}  # by degrees: what never fits
+        self.settings: dict[tuple[int, int, int, int, Way], Setting] = {}
+        self.too_large: dict[tuple[int, int, int, Way], int] = {}  # by degrees: what never fits
 
     def run(self, candidates: Sequence[Candidate]) -> SearchResult:
         """The fastest candidate, and a bound on all of them."""
@@ -118,7 +118,7 @@ class Search:
         return result
 
     def setting(self, candidate: Candidate) -> Setting:
-        key = (*_layout_degrees(candidate), candidate.micro_batch_size)
+        key = (*_layout_degrees(candidate), candidate.micro_batch_size, candidate.way)
         if key not in self.settings:
             self.settings[key] = make_setting(
                 self.facts,
@@ -129,6 +129,7 @@ class Search:
                 tp=candidate.tp,
                 micro_batch_size=candidate.micro_batch_size,
                 reduce_itemsize=self.sizes.reduce,
+                way=candidate.way,
             )
         return self.settings[key]
 
@@ -147,7 +148,7 @@ class Search:
 
     def scalar_bound(self, candidate: Candidate) -> float:
         """``scalar_bound_s`` of rooflines; infinite for what can fit nowhere."""
-        degrees = _layout_degrees(candidate)
+        degrees = (*_layout_degrees(candidate), candidate.way)
         if candidate.micro_batch_size >= self.too_large.get(degrees, math.inf):
             return math.inf
         if self.setting(candidate).least_bytes() > self.cluster.usable_bytes:
@@ -175,6 +176,22 @@ class Search:
 
     def _cut(self, candidate: Candidate, bounds: StageBounds) -> tuple[float, tuple[int, ...]]:
         return best_cuts(len(self.facts.model.blocks), candidate.pp, bounds)
+
+    def solve_anyway(self, candidate: Candidate) -> Solved:
+        """The candidate with its fastest layout, whether or not it fits into memory."""
+        setting = self.setting(candidate)
+        solution = setting.solution(candidate.recompute)
+        stager = self.layout_stager(candidate, setting, solution)
+        times = exact_times(stager)
+        found = self._cuts(candidate, stager, times)
+        if not found:  # no cuts fit: those that are fastest
+            everything = np.ones((len(self.facts.model.blocks), len(self.facts.model.blocks) + 1))
+            bounds = StageBounds(stager, times, [everything] * candidate.pp)
+            found = (self._cut(candidate, bounds)[1],)
+        return min(
+            (simulate_cuts(candidate, setting, solution, stager, cuts) for cuts in found),
+            key=lambda solved: solved.step_s,
+        )
 
     def solve(self, candidate: Candidate) -> Solved | None:
         """The candidate with its fastest layout that fits; None when none was found."""
@@ -210,6 +227,9 @@ class Search:
         self, candidate: Candidate, stager: Stager, times: StageTimes
     ) -> tuple[tuple[int, ...], ...]:
         """Cuts to try: the best by the bounds, if any fit, or some for virtual stages."""
+        if candidate.cuts == "even":
+            num = candidate.pp * candidate.virtual_stages
+            return (layer_cuts(self.facts.model, num),)
         if candidate.virtual_stages > 1:
             return virtual_cuts(stager)
         bound, cuts = self._cut(candidate, StageBounds(stager, times))
@@ -244,7 +264,7 @@ class Search:
         causes = stager.bytes_by_cause(stager.contents(stage, cuts))
         share = 1 + self.cluster.hardware.memory.fragmentation
         least = setting.least.held_bytes[blocks]
-        once = setting.least.recomputed[blocks] * float(candidate.recompute == "full")
+        once = setting.least.again(candidate.recompute)[blocks]
         lengths = [last + 1 - first for first, last in runs]
         moments = np.repeat(in_flight(candidate, stage), lengths, axis=1)
         flying = moments[np.argmax(moments @ (least * (1 - once)))]

@@ -8,19 +8,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from torch import fx
 
-from autopar.ir.graph import Block
+from autopar.ir.graph import Block, ModelGraph
+from autopar.ir.kernels import KernelSet, parse_kernels
 from autopar.ir.mesh import TENSOR_AXIS
 from autopar.ir.plan import RecomputeName
+from autopar.ir.recompute import recomputed_nodes
 from autopar.solver.bounds import StageTimes
+from autopar.solver.candidates import Way
 from autopar.solver.costs.comm import Links, group_of
+from autopar.solver.costs.fusion import node_styles
 from autopar.solver.costs.kernels import Kernels
 from autopar.solver.facts import (
     BlockCosts,
     layout_costs,
     least_costs,
     least_kind_costs,
-    repeats,
+    repeated_blocks,
 )
 from autopar.solver.hardware import Cluster
 from autopar.solver.layout.build import Model, build
@@ -119,10 +124,9 @@ class Setting:
 
     def _repeated(self, kind: int, recompute: RecomputeName) -> float:
         """The share of a kind's blocks that are computed twice."""
-        if recompute == "none":
-            return 0.0
+        again = repeated_blocks(self.facts.model, recompute)
         blocks = self._blocks_of(kind)
-        return sum(repeats(self.facts.model, block) for block in blocks) / len(blocks)
+        return sum(float(again[block.index]) for block in blocks) / len(blocks)
 
     def _blocks_of(self, kind: int) -> list[Block]:
         name = self.problem.kinds[kind]
@@ -131,8 +135,7 @@ class Setting:
     def roofline_times(self, recompute: RecomputeName) -> StageTimes:
         """Every op at its fastest, without any move: cheap, and below every layout."""
         forward, backward = self.least.forward_s, self.least.backward_s
-        if recompute == "full":
-            backward = backward + forward * self.least.recomputed
+        backward = backward + forward * self.least.again(recompute)
         return StageTimes(both=forward + backward, forward=forward, backward=backward)
 
     def least_times(self, recompute: RecomputeName) -> StageTimes:
@@ -202,16 +205,25 @@ def make_setting(
     tp: int,
     micro_batch_size: int,
     reduce_itemsize: int,
+    way: Way,
 ) -> Setting:
-    """The setting of these degrees and a micro-batch size."""
+    """The setting of these degrees, a micro-batch size, and a way of computing."""
+    kernels = parse_kernels(way.kernels)
     coster = Coster(
         Kernels(cluster.hardware),
         Links(cluster),
         group_of(cluster, size=tp, stride=1),
         micro_batch_size,
         reduce_itemsize,
+        node_styles(facts.model.kinds.values(), kernels),
+        _computed_again(facts.model, way.recompute, kernels),
     )
-    axis = AxisRule(name=TENSOR_AXIS, shards_parameters=True, idle=tp == 1)
+    axis = AxisRule(
+        name=TENSOR_AXIS,
+        shards_parameters=True,
+        idle=tp == 1,
+        sequence_parallel=way.sequence_parallel,
+    )
     problem = make_problem(facts, axis, coster, axes.outer(cp=cp, ep=ep))
     least_kinds = least_kind_costs(problem)
     return Setting(
@@ -225,4 +237,18 @@ def make_setting(
         problem=problem,
         least_kinds=least_kinds,
         least=least_costs(facts, problem, least_kinds),
+    )
+
+
+def _computed_again(
+    model: ModelGraph, recompute: RecomputeName, kernels: KernelSet
+) -> frozenset[fx.Node]:
+    """Nodes that backward computes again one by one, in all kinds but the one with the loss."""
+    last = model.blocks[model.producer(model.loss)[0]].kind
+    return frozenset().union(
+        *(
+            recomputed_nodes(kind.graph, recompute, kernels.attention)
+            for kind in model.kinds.values()
+            if kind.name != last
+        )
     )

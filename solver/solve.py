@@ -86,7 +86,7 @@ def solve(
     if global_batch_size < 1:
         raise InputError(f"global_batch_size is {global_batch_size}; it must be at least 1")
     facts = model_facts(model)
-    seq_len = seq_len or _sequence_length(model)
+    seq_len = seq_len or sequence_length(model)
     search = Search(
         facts, cluster, itemsizes(training), divisible(facts, seq_len), progress=progress
     )
@@ -133,6 +133,7 @@ def solve(
             name=candidate.schedule,
             recompute=candidate.recompute,
             zero_stage=candidate.zero_stage,
+            kernels=candidate.kernels,
             virtual_stages=candidate.virtual_stages,
         ),
         training=training,
@@ -269,7 +270,7 @@ def _family(candidate: Candidate) -> tuple[int, int, int]:
     return candidate.pp, candidate.tp, candidate.zero_stage
 
 
-def _sequence_length(model: ModelGraph) -> int | None:
+def sequence_length(model: ModelGraph) -> int | None:
     """Dim 1 of the first input that has sequences; images and their like have none."""
     for tensor in model.inputs.values():
         if 1 < len(tensor.shape) < 4 and isinstance(tensor.shape[1], int):

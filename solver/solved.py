@@ -100,9 +100,8 @@ def segment_times(stager: Stager, segments: Sequence[tuple[int, int, int]]) -> S
         crosses = index + 1 < num and segments[index + 1][0] != stage
         num_bytes = float(costs.border_bytes[last + 1]) if crosses else 0.0
         sends.append(stager.message_s(num_bytes, stage) if crosses else 0.0)
-    kept = costs.held_bytes
-    if stager.candidate.recompute == "full":
-        kept = np.where(costs.recomputed > 0, costs.input_bytes, costs.held_bytes)
+    again = costs.again(stager.candidate.recompute)
+    kept = np.where(again > 0, costs.input_bytes, costs.held_bytes)
     return SegmentTimes(
         forward_s=sums(costs.forward_s),
         backward_s=sums(stager.backward_s()),

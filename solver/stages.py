@@ -44,9 +44,7 @@ class Stager:
 
     def backward_s(self) -> Floats:
         """Backward of each block, with the forward again where it is recomputed."""
-        if self.candidate.recompute == "full":
-            return self.costs.backward_s + self.costs.forward_s * self.costs.recomputed
-        return self.costs.backward_s
+        return self.costs.backward_s + self.costs.forward_s * self._again()
 
     def gather_s(self) -> Floats:
         """Seconds of gathering the parameters of each block over the shard axis."""
@@ -183,10 +181,8 @@ class Stager:
         return first, inside
 
     def _again(self) -> Floats:
-        """1 for blocks that are recomputed."""
-        if self.candidate.recompute == "full":
-            return self.costs.recomputed
-        return np.zeros(self.costs.num_blocks)
+        """1 for blocks that are recomputed as a whole."""
+        return self.costs.again(self.candidate.recompute)
 
     def peak_bytes(self, cuts: Sequence[int]) -> tuple[int, ...]:
         """Peak bytes of each stage; for ``cuts`` see ``virtual_stages``."""

@@ -86,12 +86,12 @@ KERNELS: Mapping[str, str] = {
     "flash_attentionv1.0.8": "flash_attention1",
     "flash_attention2": "flash_attention2",
     "flash_attention2 + RMS kernel": "flash_attention2 + fused norms",
-    "fused_softmax": "fused_softmax + fused pointwise",
+    "fused_softmax": "fused_causal_softmax + fused pointwise",
     "flash_attention": "flash_attention2 + fused norms",
     "flash_triton": "flash_attention1 + fused norms",
 }
 """What frameworks call their kernels → ``autopar.ir.kernels``. Megatron's and DeepSpeed's
-``fused_softmax`` comes with fused bias, gelu, dropout and norms."""
+``fused_softmax`` is causal, and comes with fused bias, gelu, dropout and norms."""
 
 
 def kernel() -> Column:

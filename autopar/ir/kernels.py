@@ -10,9 +10,12 @@ from typing import Literal, cast, get_args
 
 from autopar.ir.errors import InputError
 
-AttentionKernel = Literal["eager", "fused_softmax", "flash_attention1", "flash_attention2"]
+AttentionKernel = Literal[
+    "eager", "fused_softmax", "fused_causal_softmax", "flash_attention1", "flash_attention2"
+]
 """``eager`` writes all scores to memory at each of its ops, ``fused_softmax`` scales, masks and
-normalizes them in one, the flash kernels never write them."""
+normalizes them in one, ``fused_causal_softmax`` only those that a causal mask leaves (Megatron-LM),
+the flash kernels never write them."""
 
 Fusion = Literal["fused norms", "fused pointwise"]
 """``fused norms``: one kernel for a normalization that the model writes as several ops.

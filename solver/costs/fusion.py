@@ -19,12 +19,17 @@ from autopar.ir.layout import operands_of
 from autopar.ir.rules.random import is_random
 from autopar.solver.costs.families import LINEAR, Family, family_of, op_name
 
-SCORES_WRITTEN: tuple[AttentionKernel, ...] = ("eager", "fused_softmax")
+SCORES_WRITTEN: tuple[AttentionKernel, ...] = (
+    "eager",
+    "fused_softmax",
+    "fused_causal_softmax",
+)
 """Attention kernels that write scores to memory."""
 
 SCORE_PASSES: Mapping[str, tuple[int, int]] = {
     "eager": (14, 14),  # scale, mask, cast, softmax in fp32, cast
-    "fused_softmax": (2, 3),  # one kernel that reads and writes; its backward reads two
+    "fused_softmax": (3, 4),  # one kernel that reads scores and mask; its backward reads two
+    "fused_causal_softmax": (1, 1),  # of half of the scores
     "random": (16, 14),  # autopar.ir.functional.attention_with_dropout
 }
 """How often a score is read or written beside products, forward and backward, in units of the
@@ -50,10 +55,16 @@ class FusedOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStyle:
-    """How a node is computed; ``fused`` is None for an op by itself."""
+    """How a node is computed.
+
+    Attributes:
+        fused: Its part in a fused chain; None for an op by itself.
+        eager: Whether small ops run as PyTorch's own kernels, one by one.
+    """
 
     attention: AttentionKernel = "flash_attention2"
     fused: FusedOp | None = None
+    eager: bool = True
 
 
 PLAIN = NodeStyle()
@@ -62,7 +73,7 @@ PLAIN = NodeStyle()
 def node_styles(kinds: Iterable[BlockKind], kernels: KernelSet) -> Mapping[fx.Node, NodeStyle]:
     """The style of every op of all kinds under ``kernels``."""
     styles: dict[fx.Node, NodeStyle] = {}
-    alone = NodeStyle(attention=kernels.attention)
+    alone = NodeStyle(attention=kernels.attention, eager=not kernels.fuses_pointwise)
     for kind in kinds:
         styles.update(dict.fromkeys(kind.graph.nodes, alone))
         if not kernels.fused:
@@ -93,7 +104,7 @@ def _fuse(chain: list[fx.Node], attention: AttentionKernel) -> dict[fx.Node, Nod
             is_first=node is chain[0],
             is_linear=is_linear,
         )
-        found[node] = NodeStyle(attention=attention, fused=fused)
+        found[node] = NodeStyle(attention=attention, fused=fused, eager=False)
     return found
 
 

@@ -26,6 +26,8 @@ class Kernels:
         if work.num_kernels == 0 and not work.bytes:
             return 0.0
         seconds = self.moving_seconds(float(work.bytes))
+        if work.eager:
+            seconds /= self.hardware.efficiency.eager
         seconds += sum(self.product_seconds(product) for product in work.products)
         if work.attention is not None:
             seconds += self.attention_seconds(work.attention, backward=backward)
@@ -53,7 +55,7 @@ class Kernels:
             math.ceil(product.depth),
         )
         steps = -(-depth // 32) * 32 + efficiency.tile_ramp
-        per_sm = self.peak(product.itemsize) / chip.num_sms
+        per_sm = self.peak(product.itemsize) / chip.num_sms * self.aligned_share(depth, columns)
         tiles = (
             (256, 128, efficiency.tile_256x128),
             (128, 256, efficiency.tile_256x128),
@@ -67,6 +69,16 @@ class Kernels:
         )
         moved = batch * (rows * depth + depth * columns + rows * columns) * product.itemsize
         return max(compute, self.moving_seconds(moved))
+
+    def aligned_share(self, *contiguous: int) -> float:
+        """How much of its speed a product keeps whose rows have these numbers of elements: all
+        where they are multiples of 64, less for multiples of 8, least where rows do not even start
+        at multiples of 16 bytes.
+        """
+        efficiency = self.hardware.efficiency
+        if any(size % 8 for size in contiguous):
+            return efficiency.unaligned
+        return efficiency.aligned_8 if any(size % 64 for size in contiguous) else 1.0
 
     def attention_seconds(self, attention: Attention, *, backward: bool) -> float:
         """A flash kernel: its share of the peak, less where heads are narrow or its thread blocks

@@ -43,12 +43,16 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One direction of an op. ``bytes`` are those of its memory-bound kernels only."""
+    """One direction of an op. ``bytes`` are those of its memory-bound kernels only.
+
+    ``eager`` kernels are PyTorch's small ones, one for each op of the model.
+    """
 
     products: tuple[Product, ...] = ()
     attention: Attention | None = None
     bytes: Size = 0
     num_kernels: int = 0
+    eager: bool = False
 
     @property
     def flops(self) -> Size:
@@ -95,7 +99,7 @@ def forward_work(
         return Work(
             bytes=read + written * style.fused.writes, num_kernels=int(style.fused.is_first)
         )
-    return Work(bytes=read + written, num_kernels=1)
+    return Work(bytes=read + written, num_kernels=1, eager=style.eager)
 
 
 def backward_work(
@@ -154,7 +158,11 @@ def backward_work(
             num_kernels=int(style.fused.is_first),
         )
     given = _bytes(node, operands, wanted)
-    return Work(bytes=written + given + (read if again else 0), num_kernels=len(wanted))
+    return Work(
+        bytes=written + given + (read if again else 0),
+        num_kernels=len(wanted),
+        eager=style.eager,
+    )
 
 
 def num_scores(operands: Sequence[Shape]) -> Size:

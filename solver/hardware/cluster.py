@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from dataclasses import replace
 from pathlib import Path
 
 from autopar.ir.errors import ClusterError
@@ -70,6 +72,21 @@ class Cluster:
     def with_nodes(self, nodes: int) -> Cluster:
         """The same hardware with another number of nodes."""
         return Cluster(self._name_or_file, nodes=nodes, gpus_per_node=self.gpus_per_node)
+
+    def with_network(self, node_gbps: float) -> Cluster:
+        """The same cluster with other links between its nodes.
+
+        Args:
+            node_gbps: Gigabits per second out of a node, all its links together, one direction.
+        """
+        if not 0 < node_gbps < math.inf:
+            raise ClusterError(f"node_gbps is {node_gbps}; it must be a positive number")
+        other = Cluster(self._name_or_file, nodes=self.nodes, gpus_per_node=self.gpus_per_node)
+        network = replace(self.hardware.network, node_bytes_per_s=node_gbps * 1e9 / 8)
+        other.hardware = replace(self.hardware, network=network)
+        text = f"{self.fingerprint} {node_gbps}"
+        other.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return other
 
     def ref(self) -> ClusterRef:
         """The cluster as a plan names it."""

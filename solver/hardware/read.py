@@ -115,7 +115,10 @@ class _Reader:
             raise ClusterError(f"{path} must be positive, not {found}", where=self.where)
         if kind is int and found != int(found):
             raise ClusterError(f"{path} must be a whole number, not {found}", where=self.where)
-        share = path.startswith("efficiency.") or path in ("node_link.in_step", "network.efficiency")
+        share = path.startswith("efficiency.") or path in (
+            "node_link.in_step",
+            "network.efficiency",
+        )
         share = share and path != "efficiency.tile_ramp"
         if share and found > 1:
             raise ClusterError(f"{path} is a share: at most 1, not {found}", where=self.where)

@@ -42,20 +42,27 @@ class Efficiency:
 
     Attributes:
         tile_256x128, tile_128x128, tile_64x64: Products, by the tile of a multiprocessor.
+        aligned_8, unaligned: Share that is left where rows are multiples of 8 elements but not of
+            64, and where they are not.
         tile_ramp: Filling and emptying a tile's pipeline, as so much more depth of the product.
         flash_forward, flash_backward: FlashAttention 2 (backward counts recomputed scores).
         flash_1: FlashAttention 1, beside version 2.
         hbm: Memory-bound kernels.
+        eager: Small ops by themselves, beside ``hbm``: casts, strided and broadcast operands, and
+            gradients that are added up, which no graph shows.
     """
 
     tile_256x128: float
     tile_128x128: float
     tile_64x64: float
     tile_ramp: float
+    aligned_8: float
+    unaligned: float
     flash_forward: float
     flash_backward: float
     flash_1: float
     hbm: float
+    eager: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ def kind_costs(problem: Problem, solution: Solution) -> tuple[KindCost, ...]:
     num = len(problem.kinds)
     forward, backward = [0.0] * num, [0.0] * num
     forward_comm, backward_comm = [0.0] * num, [0.0] * num
+    launches = [[0.0, 0.0] for _ in range(num)]
     transient = [0] * num
     demanded: set[tuple[int, int]] = set()
     produced: dict[int, int] = {}
@@ -20,6 +21,8 @@ def kind_costs(problem: Problem, solution: Solution) -> tuple[KindCost, ...]:
         backward[op.kind] += option.backward_s
         forward_comm[op.kind] += option.forward_comm_s
         backward_comm[op.kind] += option.backward_comm_s
+        launches[op.kind][0] += option.forward_launch_s
+        launches[op.kind][1] += option.backward_launch_s
         transient[op.kind] = max(transient[op.kind], option.transient_bytes)
         for value, state in zip(op.operands, option.option.operands, strict=True):
             demanded.add((value, problem.values[value].demanded.index(state)))
@@ -56,6 +59,8 @@ def kind_costs(problem: Problem, solution: Solution) -> tuple[KindCost, ...]:
             backward_comm_s=backward_comm[kind],
             held_bytes=held[kind],
             transient_bytes=transient[kind],
+            forward_launch_s=launches[kind][0],
+            backward_launch_s=launches[kind][1],
         )
         for kind in range(num)
     )

@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.ir.graph import TensorInfo
 from autopar.ir.moves import Collective, backward_of, collective_of
-from autopar.ir.placement import State
+from autopar.ir.placement import INVARIANT, State
 from autopar.ir.rules.core import Option
 from autopar.solver.costs.comm import Group, Links
 from autopar.solver.costs.families import Family, family_of
@@ -22,6 +22,9 @@ from autopar.solver.layout.problem import MoveCost
 
 Shape = tuple[int, ...]
 
+_FEW_RUNS = 16
+"""Shards of so few contiguous runs are sent from and received in place, in one call."""
+
 
 @dataclass(frozen=True, slots=True)
 class OpSeconds:
@@ -31,11 +34,17 @@ class OpSeconds:
     backward_s: float
     forward_comm_s: float
     backward_comm_s: float
+    forward_launch_s: float
+    backward_launch_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Coster:
-    """Costs on an axis whose ranks are ``group``, at ``batch`` sequences per rank of outer axes."""
+    """Costs on an axis whose ranks are ``group``, at ``batch`` sequences per rank of outer axes.
+
+    ``styles`` say by which kernels nodes are computed; ``again`` are those that backward computes
+    again, each by itself.
+    """
 
     kernels: Kernels
     links: Links
@@ -43,6 +52,7 @@ class Coster:
     batch: int
     reduce_itemsize: int = 4
     styles: Mapping[fx.Node, NodeStyle] = field(default_factory=dict, repr=False)
+    again: frozenset[fx.Node] = field(default=frozenset(), repr=False)
     _shapes: dict[int, tuple[TensorInfo, Shape]] = field(default_factory=dict, repr=False)
 
     def style(self, node: fx.Node) -> NodeStyle:
@@ -78,16 +88,20 @@ class Coster:
         comm = self._helper_comm(option, view, operands) if option.helper else (0.0, 0.0)
         dispatch = self.dispatch(view, option)
         style = self.style(node)
-        forward = self.kernels.seconds(
-            forward_work(node, operands, results, dispatch=dispatch, style=style)
+        works = (
+            forward_work(node, operands, results, dispatch=dispatch, style=style),
+            backward_work(node, operands, results, dispatch=dispatch, style=style),
         )
-        backward = self.kernels.seconds(
-            backward_work(node, operands, results, dispatch=dispatch, style=style), backward=True
-        )
+        forward = self.kernels.seconds(works[0])
+        backward = self.kernels.seconds(works[1], backward=True)
+        launches = [work.num_kernels * self.kernels.hardware.chip.launch_s for work in works]
+        if node in self.again:
+            backward += forward
+            launches[1] += launches[0]
         factor = view.imbalance
         if option.helper is not None:
             factor *= causal_imbalance(node, option.results[0], self.group.size)
-        return OpSeconds(factor * forward + comm[0], factor * backward + comm[1], *comm)
+        return OpSeconds(factor * forward + comm[0], factor * backward + comm[1], *comm, *launches)
 
     def operand_shapes(self, view: NodeView, option: Option) -> list[Shape]:
         """Shapes of a node's operands on a rank."""
@@ -129,6 +143,11 @@ class Coster:
             return 0.0  # inputs and constants: sliced once, or as they are read
         collective = collective_of(source, target)
         seconds = self.links.seconds(collective, whole, self.group)
+        sharded = source if source.is_sharded else target
+        runs = len(sharded.blocks) if sharded.is_sharded else 1
+        runs *= math.prod(self.shape(tensor, INVARIANT)[: sharded.dim]) if sharded.is_sharded else 1
+        if runs <= _FEW_RUNS and collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
+            return seconds
         return seconds + self._copy_seconds(whole, source, target, collective)
 
     def _copy_seconds(self, whole: int, source: State, target: State, done: Collective) -> float:

@@ -10,7 +10,7 @@ from torch import fx
 from autopar.ir.graph import Role, TensorInfo
 from autopar.ir.placement import INVARIANT, State
 from autopar.ir.rules.core import Option
-from autopar.solver.costs.saved import own_bytes, saved_for_backward
+from autopar.solver.costs.saved import Saved, own_bytes, saved_for_backward
 from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.draft import Draft
 from autopar.solver.layout.outer import NodeView
@@ -27,6 +27,7 @@ class KeptTensors:
         self.coster, self.drafts = coster, drafts
         self.tensors: list[Held] = []
         self._numbers: dict[tuple[int, State, float], int] = {}
+        self._made_again: set[int] = set()
         self._looks_at: dict[tuple[int, State], tuple[int, State]] = {}
 
     def note_view(self, view: int, state: State, value: int, value_state: State) -> None:
@@ -44,14 +45,21 @@ class KeptTensors:
         """Numbers of the tensors that ``node`` keeps; operands and results are values."""
         style = self.coster.style(node)
         saved = saved_for_backward(node, style)
+        if node in self.coster.again:  # what it is computed from, and nothing that it makes
+            saved = Saved(operands=tuple(range(len(operands))))
         found = [(operands[i], option.operands[i], view.operands[i]) for i in saved.operands]
         found += [(results[i], option.results[i], view.results[i]) for i in saved.results]
+        found = [entry for entry in found if not self._is_made_again(*entry[:2])]
         numbers = dict.fromkeys(
             self._number(*self._root(value, state), self._copies(value, tensor))
             for value, state, tensor in found
         )
         shapes = self.coster.operand_shapes(view, option)
-        own = own_bytes(node, shapes, dispatch=self.coster.dispatch(view, option), style=style)
+        own = (
+            0
+            if node in self.coster.again
+            else own_bytes(node, shapes, dispatch=self.coster.dispatch(view, option), style=style)
+        )
         if own:
             numbers[len(self.tensors)] = None
             self.tensors.append(
@@ -63,6 +71,13 @@ class KeptTensors:
                 )
             )
         return tuple(number for number in numbers if number is not None)
+
+    def note_made_again(self, results: Sequence[int]) -> None:
+        """Nobody keeps these values: backward computes them again."""
+        self._made_again.update(results)
+
+    def _is_made_again(self, value: int, state: State) -> bool:
+        return self._root(value, state)[0] in self._made_again
 
     def _root(self, value: int, state: State) -> tuple[int, State]:
         while (value, state) in self._looks_at:

@@ -294,6 +294,8 @@ class _Maker:
         )
         options = []
         view = self.outer.view(kind, node)
+        if node in self.coster.again and family_of(node) is not Family.VIEW:
+            self.kept.note_made_again(results)
         for option in self.options[kind.name, node.name]:
             seconds = self.coster.op(node, view, option)
             if family_of(node) is Family.VIEW and len(operands) == 1:
@@ -306,6 +308,8 @@ class _Maker:
                     backward_s=seconds.backward_s,
                     forward_comm_s=seconds.forward_comm_s,
                     backward_comm_s=seconds.backward_comm_s,
+                    forward_launch_s=seconds.forward_launch_s,
+                    backward_launch_s=seconds.backward_launch_s,
                     transient_bytes=self.coster.transient_bytes(node, view, option),
                     held=self.kept.by(node, view, option, operands, results),
                 )

@@ -84,7 +84,8 @@ class Value:
 class OpOption:
     """An option with its costs: seconds per micro-batch, collectives in it included and apart.
 
-    ``held`` are the tensors that autograd keeps when the op takes this option.
+    ``held`` are the tensors that autograd keeps when the op takes this option. The host launches
+    the op's kernels in ``forward_launch_s`` and ``backward_launch_s``.
     """
 
     option: Option
@@ -94,6 +95,8 @@ class OpOption:
     backward_comm_s: float
     transient_bytes: int
     held: tuple[int, ...]
+    forward_launch_s: float = 0.0
+    backward_launch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +229,8 @@ class KindCost:
         forward_comm_s, backward_comm_s: The part of the collectives.
         held_bytes: What autograd keeps.
         transient_bytes: The most that one op needs beside what is kept.
+        forward_launch_s, backward_launch_s: What the host needs to launch all kernels: the block
+            takes no less.
     """
 
     forward_s: float
@@ -234,3 +239,5 @@ class KindCost:
     backward_comm_s: float
     held_bytes: int
     transient_bytes: int
+    forward_launch_s: float = 0.0
+    backward_launch_s: float = 0.0

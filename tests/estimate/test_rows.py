@@ -139,7 +139,7 @@ def test_sequence_parallelism_needs_tensor_ranks(tmp_path: Path) -> None:
         ("torch", "eager"),
         ("fused", "fused_softmax"),
         ("flash_attentionv1.0.8", "flash_attention1"),
-        ("fused_softmax", "fused_softmax + fused pointwise"),
+        ("fused_softmax", "fused_causal_softmax + fused pointwise"),
         ("flash_attention", "flash_attention2 + fused norms"),
         ("flash_triton", "flash_attention1 + fused norms"),
         ("eager", "eager"),

@@ -1,0 +1,123 @@
+"""What a pinned layout takes: the planner's own costs, schedule and simulator, and no choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from autopar.ir.errors import InputError
+from autopar.ir.graph import ModelGraph
+from autopar.ir.plan import Prediction, TrainingPlan
+from autopar.solver.candidates import Candidate, Pins, candidates
+from autopar.solver.costs.memory import itemsizes
+from autopar.solver.hardware import Cluster
+from autopar.solver.layout.model_facts import ModelFacts, model_facts
+from autopar.solver.predict import predict
+from autopar.solver.search import Search
+from autopar.solver.solve import divisible, sequence_length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a step of a layout takes, whether or not it fits into memory.
+
+    Attributes:
+        candidate: The layout.
+        prediction: As of a plan: seconds and bytes of each stage's ranks, by cause.
+    """
+
+    candidate: Candidate
+    prediction: Prediction
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.prediction.step_s
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the fullest rank."""
+        return max(rank.peak_bytes for rank in self.prediction.ranks)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that a rank has."""
+        return self.prediction.usable_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank has room."""
+        return self.peak_bytes <= self.usable_bytes
+
+
+class Estimator:
+    """Estimates layouts of one model on one cluster; what layouts share is worked out once.
+
+    Args:
+        model: The captured model, or its facts.
+        cluster: The GPUs.
+        training: Numerics and optimizer.
+        seq_len: Tokens per sequence; default: the second dim of the model's inputs.
+    """
+
+    def __init__(
+        self,
+        model: ModelGraph | ModelFacts,
+        cluster: Cluster,
+        *,
+        training: TrainingPlan,
+        seq_len: int | None = None,
+    ) -> None:
+        facts = model_facts(model) if isinstance(model, ModelGraph) else model
+        self.facts, self.cluster, self.training = facts, cluster, training
+        self.seq_len = seq_len or sequence_length(facts.model)
+        self.search = Search(facts, cluster, itemsizes(training), divisible(facts, self.seq_len))
+
+    def __call__(self, pin: Pins, *, global_batch_size: int) -> Estimate:
+        """The estimate of the layout that ``pin`` describes.
+
+        Raises:
+            InputError: A pin cannot hold, or something is left open.
+        """
+        found = candidates(
+            self.cluster,
+            global_batch_size=global_batch_size,
+            model=self.search.divisible,
+            pin=pin,
+        )
+        if len(found) > 1:
+            names = [
+                field.name
+                for field in fields(Candidate)
+                if len({getattr(candidate, field.name) for candidate in found}) > 1
+                and field.name != "num_micro_batches"
+            ]
+            raise InputError(
+                f"the layout leaves {', '.join(names)} open: {len(found)} layouts are like it",
+                hint="pin them, too, or let autopar.plan choose",
+            )
+        solved = self.search.solve(found[0]) or self.search.solve_anyway(found[0])
+        return Estimate(
+            candidate=found[0],
+            prediction=predict(
+                solved,
+                self.facts.model,
+                self.cluster,
+                self.training,
+                global_batch_size=global_batch_size,
+                seq_len=self.seq_len,
+            ),
+        )
+
+
+def estimate(
+    model: ModelGraph | ModelFacts,
+    cluster: Cluster,
+    *,
+    global_batch_size: int,
+    training: TrainingPlan,
+    seq_len: int | None = None,
+    pin: Pins,
+) -> Estimate:
+    """The estimate of one layout; see ``Estimator``."""
+    estimator = Estimator(model, cluster, training=training, seq_len=seq_len)
+    return estimator(pin, global_batch_size=global_batch_size)
