@@ -1,8 +1,8 @@
 """Estimates of given layouts: a table of runs, as models and pins."""
 
-from autopar.estimate.models import MLPS, ModelShape, open_shape, settings_of
-from autopar.estimate.rows import EstimateRow, RowProblem, RowTable, read_rows
-from autopar.estimate.setups import cluster_of, pins_of
+from autopar.estimation.models import MLPS, ModelShape, open_shape, settings_of
+from autopar.estimation.rows import EstimateRow, RowProblem, RowTable, read_rows
+from autopar.estimation.setups import cluster_of, pins_of
 
 __all__ = [
     "MLPS",

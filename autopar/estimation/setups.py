@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.estimate.rows import GPUS_PER_NODE, EstimateRow
+from autopar.estimation.rows import GPUS_PER_NODE, EstimateRow
 from autopar.solver import Cluster
 
 

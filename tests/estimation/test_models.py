@@ -10,7 +10,7 @@ import pytest
 
 from autopar.capture import capture, open_model
 from autopar.capture.sources import ModelSource
-from autopar.estimate import ModelShape, open_shape, settings_of
+from autopar.estimation import ModelShape, open_shape, settings_of
 from autopar.ir.errors import InputError
 from autopar.ir.graph import ModelGraph
 

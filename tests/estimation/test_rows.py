@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.estimate import EstimateRow, RowTable, cluster_of, pins_of, read_rows
+from autopar.estimation import EstimateRow, RowTable, cluster_of, pins_of, read_rows
 from autopar.ir.errors import InputError
 
 REQUIRED: dict[str, Any] = {

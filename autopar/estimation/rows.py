@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from autopar.estimate.cells import (
+from autopar.estimation.cells import (
     Column,
     any_text,
     choice,
@@ -19,7 +19,7 @@ from autopar.estimate.cells import (
     positive,
     whole,
 )
-from autopar.estimate.models import MLPS, ModelShape
+from autopar.estimation.models import MLPS, ModelShape
 from autopar.ir.errors import InputError
 from autopar.ir.plan import RecomputeName
 from autopar.solver.hardware.read import known_hardware
