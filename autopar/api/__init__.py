@@ -2,8 +2,9 @@
 
 from autopar.api.compiled import CompiledModel, compile, compile_plan
 from autopar.api.data import synthetic_batches, vocabulary_size
+from autopar.api.files import cannot_write, check_writable, write_text
 from autopar.api.ops import ops
-from autopar.api.planning import cannot_write, check_writable, plan, plan_source
+from autopar.api.planning import plan, plan_source
 from autopar.api.simulation import simulate
 from autopar.ir.plan import Plan, read_plan
 from autopar.ir.rules.custom import register_rule
@@ -32,4 +33,5 @@ __all__ = [
     "simulate",
     "synthetic_batches",
     "vocabulary_size",
+    "write_text",
 ]

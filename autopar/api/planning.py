@@ -12,6 +12,7 @@ from typing import Literal
 import pydantic
 from torch import nn
 
+from autopar.api.training_pins import training_pins
 from autopar.capture import (
     Inputs,
     LossFn,
@@ -35,7 +36,9 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to plan. ``defaults`` says in words what the user left open."""
+    """What to plan. ``defaults`` says in words what the user left open, ``pin`` what the solver
+    may not choose.
+    """
 
     source: ModelSource
     cluster: Cluster
@@ -83,7 +86,8 @@ def plan(
         reduce_dtype: In which gradients are sent to be summed; default: as they are accumulated.
         optimizer, learning_rate, weight_decay, betas, eps, max_grad_norm, seed: How to train.
         pin: Decisions to fix: ``tp, pp, cp, ep, dp_replicate, dp_shard, micro_batch_size,
-            zero_stage, recompute, schedule, virtual_stages``.
+            zero_stage, recompute, schedule, virtual_stages, sequence_parallel, kernel, cuts,
+            precision, comm_precision, grads_fp32``.
         progress: Called with a line of text now and then.
 
     Raises:
@@ -135,6 +139,14 @@ def make_request(
         InputError: An argument is wrong, or a pin cannot hold: known before the model is captured.
     """
     defaults: list[str] = []
+    settings, layout = training_pins(
+        pin or {},
+        {"precision": precision, "gradient_dtype": gradient_dtype, "reduce_dtype": reduce_dtype},
+        cluster.default_precision,
+    )
+    precision, gradient_dtype, reduce_dtype = map(
+        settings.get, ("precision", "gradient_dtype", "reduce_dtype")
+    )
     if global_batch_size is None:
         global_batch_size = max(8, cluster.num_gpus)
         defaults.append(f"global_batch_size {global_batch_size}")
@@ -165,14 +177,14 @@ def make_request(
         first = error.errors()[0]
         raise InputError(f"{first['loc'][0]} is {first['input']!r}: {first['msg']}") from None
     _check_training(training)
-    check_pins(pin or {}, cluster, global_batch_size)
+    check_pins(layout, cluster, global_batch_size)
     return Request(
         source=source,
         cluster=cluster,
         global_batch_size=global_batch_size,
         seq_len=seq_len,
         training=training,
-        pin=dict(pin or {}),
+        pin=layout,
         defaults=tuple(defaults),
     )
 
@@ -259,24 +271,3 @@ def plan_source(plan: Plan) -> ModelSource:
             "autopar.compile",
         )
     return open_model(plan.model.source)
-
-
-def check_writable(path: Path) -> None:
-    """Fail before the work, not after it, when the file ``path`` cannot be written."""
-    existed = path.exists()
-    try:
-        with path.open("a"):
-            pass
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise cannot_write(path, error) from None
-
-
-def cannot_write(path: Path, error: OSError) -> InputError:
-    """The error of a plan that could not be written."""
-    return InputError(
-        f"cannot write the plan: {error.strerror or error}",
-        where=str(path),
-        hint="give a file in a directory that exists and may be written",
-    )
