@@ -46,6 +46,12 @@ class StageTimes:
     forward: Floats
     backward: Floats
 
+    def plus_backward(self, seconds: Floats) -> StageTimes:
+        """With a backward that is longer by so much."""
+        return StageTimes(
+            both=self.both + seconds, forward=self.forward, backward=self.backward + seconds
+        )
+
 
 def exact_times(stager: Stager) -> StageTimes:
     """The times of a layout."""

@@ -6,6 +6,7 @@ import numpy as np
 
 from autopar.ir.graph import ModelGraph, evaluate
 from autopar.ir.plan import (
+    WAITING,
     ActionCosts,
     Prediction,
     RankPrediction,
@@ -106,7 +107,7 @@ def _rank(solved: Solved, stage: int) -> RankPrediction:
         "optimizer": optimizer,
         "exposed data-parallel communication": exposed,
         "slowdown by hidden communication": max(0.0, busy - own),
-        "waiting for other stages": max(0.0, solved.step_s - busy - exposed),
+        WAITING: max(0.0, solved.step_s - busy - exposed),
     }
     causes = stager.bytes_by_cause(stager.contents(stage, solved.cuts))
     return RankPrediction(

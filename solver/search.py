@@ -154,7 +154,9 @@ class Search:
         if self.setting(candidate).least_bytes() > self.cluster.usable_bytes:
             self.too_large[degrees] = candidate.micro_batch_size
             return math.inf
-        times = self.setting(candidate).roofline_times(candidate.recompute)
+        setting = self.setting(candidate)
+        added = self.stager(candidate, setting.least).adding_s()
+        times = setting.roofline_times(candidate.recompute).plus_backward(added)
         return scalar_bound_s(candidate, times)
 
     def bound(self, candidate: Candidate) -> float:
@@ -164,15 +166,17 @@ class Search:
         if candidate.virtual_stages > 1:
             if even_bytes(stager) > self.cluster.usable_bytes:
                 return math.inf
-            times = setting.least_times(candidate.recompute)
+            times = setting.least_times(candidate.recompute).plus_backward(stager.adding_s())
             return max(scalar_bound_s(candidate, times), even_bound_s(stager, times))
         fits = [stager.fits(stage, exact=False) for stage in range(candidate.pp)]
-        rooflines = StageBounds(stager, setting.roofline_times(candidate.recompute), fits)
+        added = stager.adding_s()
+        times = setting.roofline_times(candidate.recompute).plus_backward(added)
+        rooflines = StageBounds(stager, times, fits)
         if not math.isfinite(self._cut(candidate, rooflines)[0]):
             return math.inf
         joint = candidate.pp == 1
         times = (setting.joint_times if joint else setting.least_times)(candidate.recompute)
-        return self._cut(candidate, StageBounds(stager, times, fits))[0]
+        return self._cut(candidate, StageBounds(stager, times.plus_backward(added), fits))[0]
 
     def _cut(self, candidate: Candidate, bounds: StageBounds) -> tuple[float, tuple[int, ...]]:
         return best_cuts(len(self.facts.model.blocks), candidate.pp, bounds)

@@ -43,8 +43,18 @@ class Stager:
     # Seconds
 
     def backward_s(self) -> Floats:
-        """Backward of each block, with the forward again where it is recomputed."""
-        return self.costs.backward_s + self.costs.forward_s * self._again()
+        """Backward of each block, with the forward again where it is recomputed, and with gradients
+        added to those of the micro-batches before.
+        """
+        again = self.costs.forward_s * self._again()
+        return self.costs.backward_s + again + self.adding_s()
+
+    def adding_s(self) -> Floats:
+        """Seconds in which each block's gradients are added to those of earlier micro-batches."""
+        if self.candidate.num_micro_batches == 1:
+            return np.zeros(self.costs.num_blocks)
+        moved = self.costs.shared_numel * (2 * self.sizes.gradient + self.sizes.compute)
+        return moved * Kernels(self.cluster.hardware).moving_seconds(1.0)
 
     def gather_s(self) -> Floats:
         """Seconds of gathering the parameters of each block over the shard axis."""
