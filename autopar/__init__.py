@@ -1,7 +1,8 @@
 """autopar plans and runs parallel training of PyTorch transformers.
 
-``plan`` finds the fastest plan of a model for a cluster, ``compile`` makes it run on the ranks of
-that cluster. Importing the package loads neither torch nor ortools; the first use of a name does.
+``plan`` finds the fastest plan of a model for a cluster, ``estimate`` says what a given layout
+takes, ``compile`` makes a plan run on the ranks of the cluster. Importing the package loads neither
+torch nor ortools; the first use of a name does.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
         Cluster,
         CompiledModel,
         Coverage,
+        Estimate,
         Plan,
         Simulation,
         compile,
+        estimate,
         ops,
         plan,
         prove_rule,
@@ -34,10 +37,12 @@ __all__ = [
     "Cluster",
     "CompiledModel",
     "Coverage",
+    "Estimate",
     "Plan",
     "Simulation",
     "__version__",
     "compile",
+    "estimate",
     "functional",
     "ops",
     "plan",

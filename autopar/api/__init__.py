@@ -2,6 +2,7 @@
 
 from autopar.api.compiled import CompiledModel, compile, compile_plan
 from autopar.api.data import synthetic_batches, vocabulary_size
+from autopar.api.estimate import Estimate, estimate
 from autopar.api.files import cannot_write, check_writable, write_text
 from autopar.api.ops import ops
 from autopar.api.planning import plan, plan_source
@@ -17,6 +18,7 @@ __all__ = [
     "Cluster",
     "CompiledModel",
     "Coverage",
+    "Estimate",
     "OpUse",
     "Plan",
     "Simulation",
@@ -24,6 +26,7 @@ __all__ = [
     "check_writable",
     "compile",
     "compile_plan",
+    "estimate",
     "ops",
     "plan",
     "plan_source",

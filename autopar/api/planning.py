@@ -124,13 +124,13 @@ def make_request(
     precision: PrecisionName | None,
     gradient_dtype: PrecisionName | None = None,
     reduce_dtype: PrecisionName | None = None,
-    optimizer: OptimizerName,
-    learning_rate: float,
-    weight_decay: float,
-    betas: tuple[float, float],
-    eps: float,
-    max_grad_norm: float | None,
-    seed: int,
+    optimizer: OptimizerName = "adamw",
+    learning_rate: float = 3e-4,
+    weight_decay: float = 0.1,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    max_grad_norm: float | None = 1.0,
+    seed: int = 0,
     pin: Mapping[str, int | str] | None,
 ) -> Request:
     """A request with its defaults filled in.
@@ -144,9 +144,8 @@ def make_request(
         {"precision": precision, "gradient_dtype": gradient_dtype, "reduce_dtype": reduce_dtype},
         cluster.default_precision,
     )
-    precision, gradient_dtype, reduce_dtype = map(
-        settings.get, ("precision", "gradient_dtype", "reduce_dtype")
-    )
+    precision = settings.get("precision")
+    gradient_dtype, reduce_dtype = settings.get("gradient_dtype"), settings.get("reduce_dtype")
     if global_batch_size is None:
         global_batch_size = max(8, cluster.num_gpus)
         defaults.append(f"global_batch_size {global_batch_size}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from autopar.ir.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
-    from autopar.ir.plan import Plan
+    from autopar.ir.plan import Plan, Prediction
 
 
 def explain(plan: Plan) -> str:
@@ -17,8 +17,8 @@ def explain(plan: Plan) -> str:
         _summary(plan),
         _decisions(plan),
         _stages(plan),
-        _time(plan),
-        _memory(plan),
+        time_by_cause(plan.prediction),
+        memory_by_cause(plan.prediction),
         _placements(plan),
         _moves(plan),
         _replicated_ops(plan),
@@ -31,14 +31,13 @@ def _summary(plan: Plan) -> str:
     certificate, prediction = plan.certificate, plan.prediction
     num_gpus = plan.device_mesh().num_ranks
     available = plan.cluster.nodes * plan.cluster.gpus_per_node
-    fullest = max(rank.peak_bytes for rank in prediction.ranks)
     return "\n".join(
         (
             f"{plan.model.name} ({plan.model.num_parameters / 1e9:.3g} B parameters) "
             f"on {num_gpus} of {available} × {plan.cluster.hardware}",
             f"  step {seconds_text(prediction.step_s)}, {prediction.tokens_per_s:,.0f} tokens/s, "
             f"MFU {prediction.mfu:.1%}, fullest rank "
-            f"{bytes_text(fullest)} of {bytes_text(prediction.usable_bytes)}",
+            f"{bytes_text(prediction.fullest.peak_bytes)} of {bytes_text(prediction.usable_bytes)}",
             f"  {certificate.statement} "
             f"({certificate.num_candidates} candidates bounded, {certificate.num_solved} solved, "
             f"{certificate.solve_s:.1f} s)",
@@ -102,19 +101,21 @@ def _stages(plan: Plan) -> str:
     return _table(lines)
 
 
-def _time(plan: Plan) -> str:
-    slowest = max(plan.prediction.ranks, key=lambda rank: sum(rank.seconds_by_cause.values()))
+def time_by_cause(prediction: Prediction) -> str:
+    """Where the seconds of a step go, on the stage that waits least for others."""
+    critical = prediction.critical
     return _by_cause(
-        f"time of a step (stage {slowest.stage})",
+        f"time of a step (stage {critical.stage})",
         [
             (cause, seconds, seconds_text(seconds))
-            for cause, seconds in slowest.seconds_by_cause.items()
+            for cause, seconds in critical.seconds_by_cause.items()
         ],
     )
 
 
-def _memory(plan: Plan) -> str:
-    fullest = max(plan.prediction.ranks, key=lambda rank: rank.peak_bytes)
+def memory_by_cause(prediction: Prediction) -> str:
+    """What fills the memory of the fullest rank."""
+    fullest = prediction.fullest
     return _by_cause(
         f"memory of the fullest rank (stage {fullest.stage})",
         [(cause, num, bytes_text(num)) for cause, num in fullest.bytes_by_cause.items()],

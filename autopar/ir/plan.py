@@ -26,6 +26,9 @@ ScheduleName = Literal["1f1b", "interleaved", "layered"]
 RecomputeName = Literal["none", "selective", "selective_op", "selective_layer", "full"]
 PrecisionName = Literal["bf16", "fp16", "fp32", "float64"]
 
+WAITING = "waiting for other stages"
+"""The cause of the seconds of a rank in which it does nothing."""
+
 _config = pydantic.ConfigDict(
     extra="forbid", strict=True, json_schema_serialization_defaults_required=True
 )
@@ -230,6 +233,16 @@ class Prediction:
     usable_bytes: int
     ranks: tuple[RankPrediction, ...]
     action_costs: ActionCosts | None = None
+
+    @property
+    def fullest(self) -> RankPrediction:
+        """The ranks that need most memory."""
+        return max(self.ranks, key=lambda rank: rank.peak_bytes)
+
+    @property
+    def critical(self) -> RankPrediction:
+        """The ranks that wait least for others: where seconds are saved, the step gets shorter."""
+        return min(self.ranks, key=lambda rank: rank.seconds_by_cause.get(WAITING, 0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_config)
