@@ -202,8 +202,8 @@ class Search:
         setting = self.setting(candidate)
         solution = setting.solution(candidate.recompute)
         solved = self._with_layout(candidate, setting, solution)
-        if solved is not None or candidate.tp == 1:
-            return solved
+        if solved is not None or candidate.tp == 1 or candidate.sequence_parallel is not None:
+            return solved  # a pinned layout is not traded for memory
         limits = self._memory_limits(candidate, setting)
         if limits is None:
             return None

@@ -29,6 +29,7 @@ from autopar.solver.layout.problem import (
     Value,
 )
 from autopar.solver.layout.state import AxisRule, grows, is_positions
+from autopar.solver.layout.stream import residual_stream
 
 
 def make_problem(
@@ -50,6 +51,7 @@ class _Maker:
         self.kept = KeptTensors(coster, self.drafts)
         self.options: dict[tuple[str, str], tuple[Option, ...]] = {}
         self.views_of_matrices: set[tuple[int, str]] = set()
+        self.streams: dict[str, frozenset[fx.Node]] = {}
 
     def problem(self) -> Problem:
         for index, kind in enumerate(self.model.kinds.values()):
@@ -110,6 +112,8 @@ class _Maker:
     def read_op(self, kind: BlockKind, node: fx.Node, options: tuple[Option, ...]) -> None:
         view = self.outer.view(kind, node)
         tensors = (*view.operands, *view.results)
+        if self.axis.sequence_parallel is False and node in self.stream(kind):
+            options = tuple(option for option in options if not _shards(option))
         allowed = tuple(
             option
             for option in options
@@ -128,6 +132,12 @@ class _Maker:
                 self.drafts[self.value_of(kind, operand)].demanded[state] = None
             for result, state in enumerate(option.results):
                 self.drafts[self.number[kind.name, node.name, result]].states[state] = None
+
+    def stream(self, kind: BlockKind) -> frozenset[fx.Node]:
+        """The residual stream of a kind, found once."""
+        if kind.name not in self.streams:
+            self.streams[kind.name] = residual_stream(kind)
+        return self.streams[kind.name]
 
     def read_view(self, index: int, kind: BlockKind, node: fx.Node) -> None:
         """Note a view of a matrix that nothing but this view reads."""
@@ -216,6 +226,8 @@ class _Maker:
             found = [state for state in found if str(state) != "P"]
         if number in self.facts.matrices or self.axis.shards_activations:
             found = [state for state in found if state.is_sharded] or found
+        if role is Role.ACTIVATION and self.axis.sequence_parallel is False:
+            found = [state for state in found if not state.is_sharded] or found
         if role is Role.ACTIVATION and self.axis.sequence_parallel:
             found = [state for state in found if is_positions(state, tensor)] or found
         return tuple(found)
@@ -317,3 +329,7 @@ class _Maker:
         return Op(
             kind=index, node=node.name, operands=operands, results=results, options=tuple(options)
         )
+
+
+def _shards(option: Option) -> bool:
+    return any(state.is_sharded for state in (*option.operands, *option.results))

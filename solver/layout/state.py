@@ -24,8 +24,8 @@ class AxisRule:
         shards_activations: True for context axes: what blocks hand on is sharded where it can be,
             and positions may be sharded in stripes.
         idle: True for an axis of one rank: everything is ``I`` (``R`` without gradient).
-        sequence_parallel: Whether what blocks hand on is sharded along positions (True), nothing
-            that has the features of tokens is (False), or both are open (None).
+        sequence_parallel: Whether what blocks hand on is sharded along positions (True), all ranks
+            compute the residual stream whole (False), or both are open (None).
     """
 
     name: str
@@ -40,8 +40,6 @@ class AxisRule:
         """Whether ``tensor`` may be in ``state`` on this axis."""
         if self.idle:
             return state == (INVARIANT if tensor.requires_grad else REPLICATED)
-        if self.sequence_parallel is False and is_positions(state, tensor):
-            return False
         if not state.is_sharded or self.shards_batch == grows(tensor.shape[state.dim]):
             return True
         return self.shards_experts and state.dim == 0 and not any(map(grows, tensor.shape))
