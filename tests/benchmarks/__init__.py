@@ -1,0 +1,1 @@
+"""Benchmarks that write pages of the documentation: their cores, on tiny models."""
