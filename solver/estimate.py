@@ -23,10 +23,12 @@ class Estimate:
     Attributes:
         candidate: The layout.
         prediction: As of a plan: seconds and bytes of each stage's ranks, by cause.
+        reserved_bytes: What tools show of the fullest rank: with what its allocator holds beside.
     """
 
     candidate: Candidate
     prediction: Prediction
+    reserved_bytes: int
 
     @property
     def step_s(self) -> float:
@@ -96,16 +98,21 @@ class Estimator:
                 hint="pin them, too, or let autopar.plan choose",
             )
         solved = self.search.solve(found[0]) or self.search.solve_anyway(found[0])
+        prediction = predict(
+            solved,
+            self.facts.model,
+            self.cluster,
+            self.training,
+            global_batch_size=global_batch_size,
+            seq_len=self.seq_len,
+        )
+        peak = max(rank.peak_bytes for rank in prediction.ranks)
+        memory = self.cluster.hardware.memory
+        held = int((peak - memory.context_bytes) * memory.reserve)
         return Estimate(
             candidate=found[0],
-            prediction=predict(
-                solved,
-                self.facts.model,
-                self.cluster,
-                self.training,
-                global_batch_size=global_batch_size,
-                seq_len=self.seq_len,
-            ),
+            prediction=prediction,
+            reserved_bytes=max(peak, min(peak + held, self.cluster.usable_bytes)),
         )
 
 

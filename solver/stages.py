@@ -259,7 +259,7 @@ def _peak(
     master = sizes.master or (sizes.compute if zero in (1, 2) and shards > 1 else 0)
     static = (
         (sharded if zero == 3 else numel) * sizes.compute
-        + (sharded if zero >= 1 else numel) * (master + sizes.moments)
+        + (sharded if zero >= 1 else numel) * (master + sizes.moments + sizes.widened)
         + (sharded if zero >= 2 else numel) * sizes.gradient
     )
     buffers = largest * sizes.compute

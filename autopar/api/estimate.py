@@ -130,6 +130,7 @@ def estimate(
     return Estimate(
         candidate=found.candidate,
         prediction=found.prediction,
+        reserved_bytes=found.reserved_bytes,
         model=request.source.name,
         cluster=cluster.ref(),
     )

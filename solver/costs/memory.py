@@ -5,6 +5,7 @@ parameters              in the dtype of compute; ZeRO 3 keeps a shard
 master weights          fp32 beside 16-bit parameters; ZeRO ≥ 1 keeps a shard (beside gathered ones)
 optimizer               two moments for Adam and AdamW, as master weights
 gradients               as accumulated (by default fp32 or wider); ZeRO ≥ 2 keeps a shard
+fp32 gradients          a shard of narrower gradients, as the optimizer reads them
 gradient buffers        a segment's gradients before they are added or reduced
 gather buffers          ZeRO 3: the gathered parameters of two segments
 activations             what autograd keeps, or the inputs of recomputed blocks, of all
@@ -40,6 +41,13 @@ class Itemsizes:
     moments: int
     gradient: int  # as they are accumulated
     reduce: int  # as they are sent
+
+    @property
+    def widened(self) -> int:
+        """Of gradients for the optimizer, where they are accumulated in less than master weights
+        have.
+        """
+        return self.master if self.gradient < self.master else 0
 
 
 def itemsizes(training: TrainingPlan) -> Itemsizes:
@@ -131,6 +139,7 @@ def rank_bytes(
         "master weights": updated * master,
         "optimizer": updated * sizes.moments,
         "gradients": accumulated * sizes.gradient,
+        "fp32 gradients": updated * sizes.widened,
         "gradient buffers": buffer,
         "gather buffers": gathered,
         "activations": stage.activation_bytes,

@@ -67,10 +67,18 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What is lost before the first tensor, and to the allocator (share of what it hands out)."""
+    """What tensors cannot use.
+
+    Attributes:
+        context_bytes: Lost before the first tensor: driver, libraries, communicators.
+        fragmentation: Lost to the allocator, as a share of what comes and goes within a step.
+        reserve: Held by the allocator beside what is in use, as a share of that; it is given back
+            when memory runs out, so that it fills no rank, but tools show it.
+    """
 
     context_bytes: int
     fragmentation: float
+    reserve: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
