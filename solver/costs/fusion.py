@@ -27,9 +27,9 @@ SCORES_WRITTEN: tuple[AttentionKernel, ...] = (
 """Attention kernels that write scores to memory."""
 
 SCORE_PASSES: Mapping[str, tuple[int, int]] = {
-    "eager": (14, 14),  # scale, mask, cast, softmax in fp32, cast
-    "fused_softmax": (3, 4),  # one kernel that reads scores and mask; its backward reads two
-    "fused_causal_softmax": (1, 1),  # of half of the scores
+    "eager": (15, 15),  # scale, mask, cast, softmax in fp32, cast
+    "fused_softmax": (4, 5),  # one kernel that reads scores and mask; its backward reads two
+    "fused_causal_softmax": (3, 3),  # of half of the scores; dropout and its mask of all
     "random": (16, 14),  # autopar.ir.functional.attention_with_dropout
 }
 """How often a score is read or written beside products, forward and backward, in units of the
