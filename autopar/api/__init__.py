@@ -3,6 +3,7 @@
 from autopar.api.compiled import CompiledModel, compile, compile_plan
 from autopar.api.data import synthetic_batches, vocabulary_size
 from autopar.api.estimate import Estimate, estimate
+from autopar.api.estimate_rows import RowProgress, estimate_rows
 from autopar.api.files import cannot_write, check_writable, write_text
 from autopar.api.ops import ops
 from autopar.api.planning import plan, plan_source
@@ -21,12 +22,14 @@ __all__ = [
     "Estimate",
     "OpUse",
     "Plan",
+    "RowProgress",
     "Simulation",
     "cannot_write",
     "check_writable",
     "compile",
     "compile_plan",
     "estimate",
+    "estimate_rows",
     "ops",
     "plan",
     "plan_source",

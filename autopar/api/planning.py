@@ -121,7 +121,7 @@ def make_request(
     *,
     global_batch_size: int | None,
     seq_len: int | None,
-    precision: PrecisionName | None,
+    precision: PrecisionName | None = None,
     gradient_dtype: PrecisionName | None = None,
     reduce_dtype: PrecisionName | None = None,
     optimizer: OptimizerName = "adamw",

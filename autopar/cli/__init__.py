@@ -96,6 +96,14 @@ def _parser() -> argparse.ArgumentParser:
             "plan stores: seconds and held bytes of each stage, and a trace.",
         )
     )
+    _add_estimate_arguments(
+        commands.add_parser(
+            "estimate",
+            help="estimate each layout of a table",
+            description="Estimate the step and the memory of each row of a table: a model by its "
+            "sizes, GPUs, and a layout. Layouts that do not fit are estimated, too.",
+        )
+    )
     _add_run_arguments(
         commands.add_parser(
             "run",
@@ -214,6 +222,21 @@ def _add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         help="write a trace for Perfetto or chrome://tracing here",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("rows", type=Path, metavar="ROWS.csv")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="PRED.csv",
+        help="write the estimates here; default: print them",
+    )
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="processes; default: one for each CPU"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, one object a row")
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:

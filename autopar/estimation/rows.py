@@ -233,7 +233,7 @@ class _Row:
         shape, data_ranks = self._shape(), self._data_ranks()
         if shape is None or data_ranks is None:
             return None
-        stage = self._or("zero_stage", 0)
+        stage, precision = self._or("zero_stage", 0), self._or("precision", "bf16")
         return EstimateRow(
             row=self.number,
             id=self.id or str(self.number),
@@ -251,8 +251,8 @@ class _Row:
             zero_stage=stage,
             zero_shard=self._or("zero_shard", data_ranks) if stage else 1,
             kernel=self._or("kernel", "flash_attention2"),
-            precision=self._or("precision", "bf16"),
-            comm_precision=self._or("comm_precision", "half"),
+            precision=precision,
+            comm_precision=self._or("comm_precision", "fp32" if precision == "fp32" else "half"),
             grads_fp32=self._or("grads_fp32", False),
             node_net_gbps=self.values["node_net_gbps"],
         )

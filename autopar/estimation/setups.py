@@ -7,18 +7,17 @@ from autopar.solver import Cluster
 
 
 def cluster_of(row: EstimateRow) -> Cluster:
-    """The GPUs of a row, with the network of the hardware file: ``node_net_gbps`` is the caller's
-    to set.
-    """
+    """The GPUs of a row, with its network or that of the hardware file."""
     nodes = -(-row.world_size // GPUS_PER_NODE)
-    return Cluster(row.gpu, nodes=nodes, gpus_per_node=row.world_size // nodes)
+    cluster = Cluster(row.gpu, nodes=nodes, gpus_per_node=row.world_size // nodes)
+    return cluster if row.node_net_gbps is None else cluster.with_network(row.node_net_gbps)
 
 
 def pins_of(row: EstimateRow) -> dict[str, int | str]:
     """All decisions of a row, by the names of pins.
 
     ZeRO over one rank shards nothing, and is stage 0; so are positions along a tensor axis of one
-    rank not shared.
+    rank not shared. Layers are spread evenly over stages, as frameworks do it.
     """
     return {
         "tp": row.tp,
@@ -30,6 +29,7 @@ def pins_of(row: EstimateRow) -> dict[str, int | str]:
         "recompute": row.act_ckpt,
         "schedule": "1f1b" if row.vpp == 1 else "interleaved",
         "virtual_stages": row.vpp,
+        "cuts": "even",
         "sequence_parallel": int(row.seq_parallel and row.tp > 1),
         "kernel": row.kernel,
         "precision": row.precision,

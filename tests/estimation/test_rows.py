@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from autopar.estimation import EstimateRow, RowTable, cluster_of, pins_of, read_rows
 from autopar.ir.errors import InputError
+from autopar.solver import Cluster
 
 REQUIRED: dict[str, Any] = {
     "id": "a",
@@ -79,6 +80,7 @@ def test_a_full_row_becomes_pins(tmp_path: Path) -> None:
         "recompute": "selective_op",
         "schedule": "interleaved",
         "virtual_stages": 2,
+        "cuts": "even",
         "sequence_parallel": 1,
         "kernel": "flash_attention2 + fused norms",
         "precision": "fp16",
@@ -87,7 +89,7 @@ def test_a_full_row_becomes_pins(tmp_path: Path) -> None:
     }
     cluster = cluster_of(row)
     assert (cluster.name, cluster.nodes, cluster.gpus_per_node) == ("a100-40gb", 2, 8)
-    assert row.node_net_gbps == 400
+    assert cluster.hardware.network.node_bytes_per_s == 50e9
 
 
 def test_what_is_not_said_has_a_default(tmp_path: Path) -> None:
@@ -102,6 +104,7 @@ def test_what_is_not_said_has_a_default(tmp_path: Path) -> None:
         "recompute": "none",
         "schedule": "1f1b",
         "virtual_stages": 1,
+        "cuts": "even",
         "sequence_parallel": 0,
         "kernel": "flash_attention2",
         "precision": "bf16",
@@ -110,8 +113,14 @@ def test_what_is_not_said_has_a_default(tmp_path: Path) -> None:
     }
     assert (row.shape.ffn, row.shape.kv_heads, row.shape.mlp) == (256, 4, "gelu4h")
     assert row.node_net_gbps is None
+    assert cluster_of(row).fingerprint == Cluster("a100-80gb", nodes=2).fingerprint
     emptied = only(tmp_path, **{n: "" for n in FULL if n not in REQUIRED})
     assert emptied == row
+
+
+def test_gradients_are_sent_as_wide_as_compute_is_unless_told(tmp_path: Path) -> None:
+    assert pins_of(only(tmp_path, precision="fp16"))["comm_precision"] == "half"
+    assert pins_of(only(tmp_path, precision="fp32"))["comm_precision"] == "fp32"
 
 
 def test_zero_shards_over_all_data_ranks_unless_told(tmp_path: Path) -> None:
