@@ -5,13 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 
 from autopar.api.planning import Request, capture_request, make_request
-from autopar.estimation import EstimateRow, cluster_of, open_shape, pins_of
+from autopar.estimation import EstimateRow, ModelShape, cluster_of, open_shape, pins_of
 from autopar.estimation.predictions import Record, record_of
 from autopar.ir.errors import AutoparError, InputError
 from autopar.ir.plan import PrecisionName, TrainingPlan
@@ -46,29 +45,26 @@ def estimate_rows(
     if progress is not None:
         progress(0)
     for records in _spread(groups, min(jobs, len(groups))):
-        found.update((record.row, record.values) for record in records)
+        found |= records
         if progress is not None:
             progress(len(found))
-    return [found[row.row] for row in rows]
+    return [found[place] for place in range(len(rows))]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RowRecord:
-    row: int
-    values: Record
+_Group = Mapping[int, EstimateRow]
+"""Rows of one shape by their places."""
 
 
-def _groups(rows: Sequence[EstimateRow]) -> list[tuple[EstimateRow, ...]]:
-    """Rows of one shape, the largest work first, so that no process ends long after the others."""
-    by_shape: dict[object, list[EstimateRow]] = {}
-    for row in rows:
-        by_shape.setdefault(row.shape, []).append(row)
-    return sorted(map(tuple, by_shape.values()), key=lambda group: -len(group))
+def _groups(rows: Sequence[EstimateRow]) -> list[_Group]:
+    """The largest work first, so that no process ends long after the others."""
+    by_shape: dict[ModelShape, dict[int, EstimateRow]] = {}
+    for place, row in enumerate(rows):
+        by_shape.setdefault(row.shape, {})[place] = row
+    return sorted(by_shape.values(), key=len, reverse=True)
 
 
-def _spread(
-    groups: Sequence[tuple[EstimateRow, ...]], jobs: int
-) -> Iterator[tuple[_RowRecord, ...]]:
+def _spread(groups: Sequence[_Group], jobs: int) -> Iterator[dict[int, Record]]:
+    """The records of each group, in any order."""
     if jobs <= 1:
         yield from map(_estimate_group, groups)
         return
@@ -95,10 +91,9 @@ def _start_worker() -> None:
     torch.set_num_threads(1)
 
 
-def _estimate_group(rows: tuple[EstimateRow, ...]) -> tuple[_RowRecord, ...]:
-    """Rows of one shape."""
+def _estimate_group(rows: _Group) -> dict[int, Record]:
     shape = _Shape()
-    return tuple(_RowRecord(row=row.row, values=shape.record(row)) for row in rows)
+    return {place: shape.record(row) for place, row in rows.items()}
 
 
 class _Shape:

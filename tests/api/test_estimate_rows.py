@@ -140,7 +140,7 @@ def test_a_slower_network_costs_time(records: list[Record]) -> None:
 def test_processes_estimate_as_one_does(records: list[Record]) -> None:
     """Slow: processes of their own import torch and transformers."""
     done: list[int] = []
-    rows = (ROWS[0], ROWS[2], IMPOSSIBLE)
+    rows = (ROWS[0], replace(ROWS[2], row=2), IMPOSSIBLE)  # of two files
     expected = [records[0], records[2], records[-1]]
     assert estimate_rows(rows, jobs=2, progress=done.append) == expected
     assert (done[0], done[-1]) == (0, 3)
