@@ -20,6 +20,7 @@ INTEGER_PINS = (
     "zero_stage",
     "virtual_stages",
     "sequence_parallel",
+    "loss_parallel",
 )
 CHOICE_PINS: Mapping[str, tuple[str, ...]] = {
     "recompute": get_args(RecomputeName),
@@ -27,7 +28,7 @@ CHOICE_PINS: Mapping[str, tuple[str, ...]] = {
     "cuts": ("balanced", "even"),
 }
 KERNEL_PIN = "kernel"
-_RANGES = {"zero_stage": (0, 3), "sequence_parallel": (0, 1)}
+_RANGES = {"zero_stage": (0, 3), "sequence_parallel": (0, 1), "loss_parallel": (0, 1)}
 LONG_SEQUENCE = 32768
 """Sequences of so many tokens are searched for a context axis."""
 
@@ -67,11 +68,13 @@ class Way:
         kernels: By which kernels (``autopar.ir.kernels``).
         sequence_parallel: Whether the tensor axis shards positions between blocks; None: as is
             fastest.
+        loss_parallel: Whether the tensor axis may share the vocabulary of a loss.
         recompute: ``selective`` or ``selective_op`` where backward computes some ops again.
     """
 
     kernels: str
     sequence_parallel: bool | None
+    loss_parallel: bool
     recompute: RecomputeName
 
 
@@ -96,6 +99,7 @@ class Candidate:
     virtual_stages: int = 1
     kernels: str = DEFAULT_KERNELS
     sequence_parallel: bool | None = None
+    loss_parallel: bool = True
     cuts: CutsName = "balanced"
 
     @property
@@ -105,6 +109,7 @@ class Candidate:
         return Way(
             kernels=self.kernels,
             sequence_parallel=self.sequence_parallel if self.tp > 1 else None,
+            loss_parallel=self.loss_parallel or self.tp == 1,
             recompute=self.recompute if by_op else "none",
         )
 
@@ -397,6 +402,7 @@ def _of_mesh(mesh: Mesh, global_batch_size: int, pin: Pins) -> Iterator[Candidat
                         virtual_stages=int(pin.get("virtual_stages", 1)),
                         kernels=str(parse_kernels(str(pin.get(KERNEL_PIN, DEFAULT_KERNELS)))),
                         sequence_parallel=None if sharded is None else bool(sharded),
+                        loss_parallel=bool(pin.get("loss_parallel", 1)),
                         cuts=cast("CutsName", pin.get("cuts", "balanced")),
                     )
                     if _holds(candidate, pin):

@@ -223,6 +223,7 @@ def make_setting(
         shards_parameters=True,
         idle=tp == 1,
         sequence_parallel=way.sequence_parallel,
+        loss_parallel=way.loss_parallel,
     )
     problem = make_problem(facts, axis, coster, axes.outer(cp=cp, ep=ep))
     least_kinds = least_kind_costs(problem)

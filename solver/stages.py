@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.ir.kernels import parse_kernels
 from autopar.ir.moves import Collective
 from autopar.solver.candidates import Candidate
 from autopar.solver.costs.comm import Group, Links, group_of
@@ -169,6 +170,7 @@ class Stager:
             ep=self.candidate.ep,
             layered=self.candidate.schedule == "layered",
             hardware=self.cluster.hardware,
+            eager=not parse_kernels(self.candidate.kernels).fuses_norms,
         )
 
     def kept_bytes(self) -> Floats:
@@ -235,6 +237,7 @@ class Stager:
             run_sums(experts),
             largest,
             doubled,
+            kept,
             kept + recomputed + run_maxima(costs.temporary_bytes) + messages,
             sizes=sizes,
             candidate=candidate,
@@ -247,6 +250,7 @@ def _peak(
     experts: Floats,
     largest: Floats,
     doubled: Floats | int,
+    kept: Floats,
     dynamic: Floats,
     *,
     sizes: Itemsizes,
@@ -259,7 +263,7 @@ def _peak(
     master = sizes.master or (sizes.compute if zero in (1, 2) and shards > 1 else 0)
     static = (
         (sharded if zero == 3 else numel) * sizes.compute
-        + (sharded if zero >= 1 else numel) * (master + sizes.moments + sizes.widened)
+        + (sharded if zero >= 1 else numel) * (master + sizes.moments)
         + (sharded if zero >= 2 else numel) * sizes.gradient
     )
     buffers = largest * sizes.compute
@@ -268,8 +272,13 @@ def _peak(
         buffers = buffers + largest * sizes.gradient * (doubled if layered else 1)
     if zero == 3 and shards > 1:
         buffers = buffers + largest * doubled * sizes.compute
-    dynamic = (dynamic + buffers) * (1 + memory.fragmentation)
-    return static + dynamic + memory.context_bytes
+    held = dynamic + buffers
+    held = np.maximum(held, (sharded if zero >= 1 else numel) * sizes.widened) + (
+        held * memory.fragmentation
+    )
+    if not parse_kernels(candidate.kernels).fuses_norms:
+        held = held + kept * memory.eager_fragmentation
+    return static + held + memory.context_bytes
 
 
 def _seconds_of(links: Links, collective: Collective, num_bytes: Floats, group: Group) -> Floats:

@@ -5,7 +5,8 @@ parameters              in the dtype of compute; ZeRO 3 keeps a shard
 master weights          fp32 beside 16-bit parameters; ZeRO ≥ 1 keeps a shard (beside gathered ones)
 optimizer               two moments for Adam and AdamW, as master weights
 gradients               as accumulated (by default fp32 or wider); ZeRO ≥ 2 keeps a shard
-fp32 gradients          a shard of narrower gradients, as the optimizer reads them
+fp32 gradients          of a shard of narrower gradients, for the optimizer: what they need beyond
+                        what is free by then
 gradient buffers        a segment's gradients before they are added or reduced
 gather buffers          ZeRO 3: the gathered parameters of two segments
 activations             what autograd keeps, or the inputs of recomputed blocks, of all
@@ -105,13 +106,16 @@ def rank_bytes(
     ep: int,
     layered: bool,
     hardware: Hardware,
+    eager: bool = False,
 ) -> dict[str, int]:
     """Bytes by cause; their sum is the peak.
 
     Args:
         num_shards: Ranks over which ZeRO shards what all of them use whole; the expert axis is one
             of their axes, so that experts have ``num_shards / ep``.
+        eager: Whether normalizations are several kernels.
     """
+    loose = hardware.memory.eager_fragmentation if eager else 0.0
     sharded = shard_numel(stage.numel, stage.expert_numel, num_shards=num_shards, ep=ep)
     stored = sharded if zero_stage == 3 else stage.numel
     accumulated = sharded if zero_stage >= 2 else stage.numel
@@ -139,7 +143,7 @@ def rank_bytes(
         "master weights": updated * master,
         "optimizer": updated * sizes.moments,
         "gradients": accumulated * sizes.gradient,
-        "fp32 gradients": updated * sizes.widened,
+        "fp32 gradients": max(0.0, updated * sizes.widened - dynamic),
         "gradient buffers": buffer,
         "gather buffers": gathered,
         "activations": stage.activation_bytes,
@@ -147,6 +151,6 @@ def rank_bytes(
         "temporaries": stage.temporary_bytes,
         "messages": stage.message_bytes,
         "context": hardware.memory.context_bytes,
-        "fragmentation": dynamic * hardware.memory.fragmentation,
+        "fragmentation": dynamic * hardware.memory.fragmentation + stage.activation_bytes * loose,
     }
     return {cause: int(amount) for cause, amount in causes.items()}

@@ -31,7 +31,7 @@ class Saved:
     own_bytes_per_element: int = 0
 
 
-SCORE_BYTES: Mapping[str, int] = {"eager": 6, "fused_softmax": 2, "fused_causal_softmax": 2}
+SCORE_BYTES: Mapping[str, int] = {"eager": 6, "fused_softmax": 5, "fused_causal_softmax": 2}
 """Bytes that are kept of a score in 16 bits: weights, and in fp32 what a softmax in fp32 made."""
 
 _NOTHING = Saved()

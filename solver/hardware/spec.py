@@ -72,12 +72,15 @@ class Memory:
     Attributes:
         context_bytes: Lost before the first tensor: driver, libraries, communicators.
         fragmentation: Lost to the allocator, as a share of what comes and goes within a step.
+        eager_fragmentation: The same of kept activations, once more, where normalizations are
+            several kernels: their fp32 copies come and go between what is kept.
         reserve: Held by the allocator beside what is in use, as a share of that; it is given back
             when memory runs out, so that it fills no rank, but tools show it.
     """
 
     context_bytes: int
     fragmentation: float
+    eager_fragmentation: float
     reserve: float
 
 

@@ -112,7 +112,9 @@ class _Maker:
     def read_op(self, kind: BlockKind, node: fx.Node, options: tuple[Option, ...]) -> None:
         view = self.outer.view(kind, node)
         tensors = (*view.operands, *view.results)
-        if self.axis.sequence_parallel is False and node in self.stream(kind):
+        is_loss = family_of(node) is Family.LOSS and self.axis.loss_parallel is False
+        is_stream = self.axis.sequence_parallel is False and node in self.stream(kind)
+        if is_loss or is_stream:
             options = tuple(option for option in options if not _shards(option))
         allowed = tuple(
             option

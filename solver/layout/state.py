@@ -26,6 +26,7 @@ class AxisRule:
         idle: True for an axis of one rank: everything is ``I`` (``R`` without gradient).
         sequence_parallel: Whether what blocks hand on is sharded along positions (True), all ranks
             compute the residual stream whole (False), or both are open (None).
+        loss_parallel: False where all ranks compute the loss of whole logits.
     """
 
     name: str
@@ -35,6 +36,7 @@ class AxisRule:
     shards_activations: bool = False
     idle: bool = False
     sequence_parallel: bool | None = None
+    loss_parallel: bool | None = None
 
     def allows(self, state: State, tensor: TensorInfo) -> bool:
         """Whether ``tensor`` may be in ``state`` on this axis."""
