@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
-from autopar.ir.graph import ModelGraph, evaluate
+from autopar.ir.graph import ModelGraph, Size, evaluate
 from autopar.ir.plan import (
     WAITING,
     ActionCosts,
@@ -50,7 +52,13 @@ def model_flops(model: ModelGraph, batch: int) -> float:
     By the custom of the field: causal attention counts like full attention, and its backward
     twice its forward, whatever the kernel repeats.
     """
-    total = 0.0
+    return float(evaluate(_model_flops(model), batch))
+
+
+@functools.lru_cache(maxsize=8)
+def _model_flops(model: ModelGraph) -> Size:
+    """By the batch: summed once for the many layouts of a model."""
+    total: Size = 0
     counts = model.multiplicity()
     for name, kind in model.kinds.items():
         for node in computing_nodes(kind):
@@ -62,7 +70,7 @@ def model_flops(model: ModelGraph, batch: int) -> float:
                 for size in query:
                     full = full * size
                 forward, backward = full, 2 * full
-            total += counts[name] * (evaluate(forward, batch) + evaluate(backward, batch))
+            total = total + counts[name] * (forward + backward)
     return total
 
 
