@@ -208,24 +208,15 @@ def make_setting(
     way: Way,
 ) -> Setting:
     """The setting of these degrees, a micro-batch size, and a way of computing."""
-    kernels = parse_kernels(way.kernels)
-    coster = Coster(
-        Kernels(cluster.hardware),
-        Links(cluster),
-        group_of(cluster, size=tp, stride=1),
-        micro_batch_size,
-        reduce_itemsize,
-        node_styles(facts.model.kinds.values(), kernels),
-        _computed_again(facts.model, way.recompute, kernels),
+    coster = layout_coster(
+        facts,
+        cluster,
+        tp=tp,
+        micro_batch_size=micro_batch_size,
+        reduce_itemsize=reduce_itemsize,
+        way=way,
     )
-    axis = AxisRule(
-        name=TENSOR_AXIS,
-        shards_parameters=True,
-        idle=tp == 1,
-        sequence_parallel=way.sequence_parallel,
-        loss_parallel=way.loss_parallel,
-    )
-    problem = make_problem(facts, axis, coster, axes.outer(cp=cp, ep=ep))
+    problem = layout_problem(facts, axes, coster, cp=cp, ep=ep, way=way)
     least_kinds = least_kind_costs(problem)
     return Setting(
         facts=facts,
@@ -239,6 +230,42 @@ def make_setting(
         least_kinds=least_kinds,
         least=least_costs(facts, problem, least_kinds),
     )
+
+
+def layout_coster(
+    facts: ModelFacts,
+    cluster: Cluster,
+    *,
+    tp: int,
+    micro_batch_size: int,
+    reduce_itemsize: int,
+    way: Way,
+) -> Coster:
+    """Costs on the tensor axis, by the kernels of ``way``."""
+    kernels = parse_kernels(way.kernels)
+    return Coster(
+        Kernels(cluster.hardware),
+        Links(cluster),
+        group_of(cluster, size=tp, stride=1),
+        micro_batch_size,
+        reduce_itemsize,
+        node_styles(facts.model.kinds.values(), kernels),
+        _computed_again(facts.model, way.recompute, kernels),
+    )
+
+
+def layout_problem(
+    facts: ModelFacts, axes: TypedAxes, coster: Coster, *, cp: int, ep: int, way: Way
+) -> Problem:
+    """The problem of the tensor axis, for ranks that cost what ``coster`` says."""
+    axis = AxisRule(
+        name=TENSOR_AXIS,
+        shards_parameters=True,
+        idle=coster.group.size == 1,
+        sequence_parallel=way.sequence_parallel,
+        loss_parallel=way.loss_parallel,
+    )
+    return make_problem(facts, axis, coster, axes.outer(cp=cp, ep=ep))
 
 
 def _computed_again(
