@@ -25,10 +25,17 @@ INTEGER_PINS = (
     "micro_batch_size",
     "zero_stage",
     "virtual_stages",
+    "sequence_parallel",
+    "loss_parallel",
 )
 STARTED_BY_US = "AUTOPAR_STARTED"
 """Set in the environment of ranks that ``autopar run`` starts; it prints their errors."""
-CHOICE_PINS = {"recompute": ("none", "full"), "schedule": ("1f1b", "interleaved", "layered")}
+CHOICE_PINS = {
+    "recompute": ("none", "selective", "selective_op", "selective_layer", "full"),
+    "schedule": ("1f1b", "interleaved", "layered"),
+    "cuts": ("balanced", "even"),
+}
+TEXT_PINS = ("kernel",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -186,6 +193,8 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         pins.add_argument(_flag(name), dest=name, type=int, metavar="N")
     for name, choices in CHOICE_PINS.items():
         pins.add_argument(_flag(name), dest=name, choices=choices)
+    for name in TEXT_PINS:
+        pins.add_argument(_flag(name), dest=name, metavar="TEXT")
 
 
 def _add_ops_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from autopar import api
-from autopar.cli import CHOICE_PINS, INTEGER_PINS
+from autopar.cli import CHOICE_PINS, INTEGER_PINS, TEXT_PINS
 from autopar.ir.plan import to_json
 
 
@@ -17,7 +17,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.output is not None:
         api.check_writable(arguments.output)
-    pins = {name: getattr(arguments, name) for name in (*INTEGER_PINS, *CHOICE_PINS)}
+    pins = {name: getattr(arguments, name) for name in (*INTEGER_PINS, *CHOICE_PINS, *TEXT_PINS)}
     plan = api.plan(
         arguments.model,
         cluster,

@@ -1,0 +1,138 @@
+"""Ways of computing: positions and loss on the tensor axis, ops that backward computes again."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from autopar.capture import capture
+from autopar.ir.errors import InputError
+from autopar.solver.candidates import Way
+from autopar.solver.costs.families import Family, family_of
+from autopar.solver.cuts import layer_cuts
+from autopar.solver.hardware import Cluster
+from autopar.solver.layout.check import kind_costs
+from autopar.solver.layout.model_facts import ModelFacts, model_facts
+from autopar.solver.layout.problem import ClassRole
+from autopar.solver.layout.stream import residual_stream
+from autopar.solver.settings import Setting, make_setting
+from autopar.solver.typed_axes import TypedAxes
+from tests.models import tiny_llama
+
+PLAIN = Way(
+    kernels="flash_attention2", sequence_parallel=None, loss_parallel=True, recompute="none"
+)
+
+
+@pytest.fixture(scope="module")
+def facts() -> ModelFacts:
+    module, inputs = tiny_llama()
+    return model_facts(capture(module, inputs))
+
+
+def setting(facts: ModelFacts, **changes) -> Setting:
+    cluster = Cluster("a100-80gb")
+    return make_setting(
+        facts,
+        cluster,
+        TypedAxes(facts=facts, cluster=cluster),
+        cp=1,
+        ep=1,
+        tp=2,
+        micro_batch_size=2,
+        reduce_itemsize=4,
+        way=dataclasses.replace(PLAIN, **changes),
+    )
+
+
+def chosen(made: Setting):
+    """(kind, node, option) of every op."""
+    solution = made.solution("none")
+    for op, choice in zip(made.problem.ops, solution.choices, strict=True):
+        yield made.problem.kinds[op.kind], op.node, op.options[choice].option
+
+
+def test_without_sequence_parallelism_the_stream_is_whole(facts):
+    streams = {
+        name: {node.name for node in residual_stream(kind)}
+        for name, kind in facts.model.kinds.items()
+    }
+    in_stream = 0
+    for kind, node, option in chosen(setting(facts, sequence_parallel=False)):
+        states = (*option.operands, *option.results)
+        if node in streams[kind]:
+            in_stream += 1
+            assert not any(state.is_sharded for state in states), node
+    assert in_stream > 10
+
+
+def test_with_sequence_parallelism_blocks_hand_on_positions(facts):
+    made = setting(facts, sequence_parallel=True)
+    solution = made.solution("none")
+    boundaries = [
+        state_class.states[state]
+        for state_class, state in zip(made.problem.classes, solution.states, strict=True)
+        if state_class.role is ClassRole.BOUNDARY
+    ]
+    assert any(state.is_sharded and state.dim == 1 for state in boundaries), boundaries
+
+
+def test_the_free_layout_is_as_fast_as_the_better_of_both(facts):
+    free, with_it, without = (
+        setting(facts, sequence_parallel=value).solution("none").objective
+        for value in (None, True, False)
+    )
+    assert free <= min(with_it, without) * (1 + 1e-9)
+
+
+def test_whole_logits(facts):
+    for kind, node, option in chosen(setting(facts, loss_parallel=False)):
+        found = next(n for n in facts.model.kinds[kind].graph.nodes if n.name == node)
+        if family_of(found) is Family.LOSS:
+            assert not any(state.is_sharded for state in option.operands)
+
+
+def test_what_is_computed_again_is_not_kept_and_takes_time(facts):
+    counts = facts.model.multiplicity()
+    layer = max(counts, key=lambda name: counts[name])
+    kept, backward = {}, {}
+    for recompute in ("none", "selective", "selective_op"):
+        made = setting(facts, kernels="eager", sequence_parallel=False, recompute=recompute)
+        cost = kind_costs(made.problem, made.solution("none"))[made.problem.kinds.index(layer)]
+        kept[recompute], backward[recompute] = cost.held_bytes, cost.backward_s
+    assert kept["none"] > kept["selective"] > kept["selective_op"] > 0
+    assert backward["none"] < backward["selective"] < backward["selective_op"]
+
+
+def test_layers_are_spread_evenly(facts):
+    layers = max(facts.model.multiplicity().values())
+    num = len(facts.model.blocks)
+    assert layer_cuts(facts.model, 1) == (0, num)
+    cuts = layer_cuts(facts.model, 2)
+    assert cuts == (0, 1 + layers // 2, num)
+    uneven = layer_cuts(facts.model, num - 1)
+    assert len(uneven) == num
+    assert all(b - a in (1, 2) for a, b in itertools.pairwise(uneven))
+
+
+@pytest.mark.parametrize("gbps", [0, -1.0, float("inf"), float("nan")])
+def test_a_network_has_a_positive_speed(gbps):
+    from autopar.ir.errors import ClusterError
+
+    with pytest.raises(ClusterError, match="node_gbps"):
+        Cluster("a100-80gb", nodes=2).with_network(gbps)
+
+
+def test_another_network_is_another_cluster():
+    cluster = Cluster("a100-80gb", nodes=2)
+    other = cluster.with_network(100)
+    assert other.hardware.network.node_bytes_per_s == 12.5e9
+    assert other.fingerprint != cluster.fingerprint
+    assert cluster.hardware.network.node_bytes_per_s == 200e9
+
+
+def test_kernels_are_checked_before_the_model_is_captured():
+    from autopar.solver.candidates import check_pins
+
+    with pytest.raises(InputError, match="no kernels are called"):
+        check_pins({"kernel": "magic"}, Cluster("a100-80gb"), 8)
