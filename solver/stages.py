@@ -22,6 +22,9 @@ from autopar.solver.facts import BlockCosts, Floats
 from autopar.solver.hardware import Cluster
 from autopar.solver.in_flight import in_flight
 
+_WIDE = 4
+"""Bytes of a gradient that is wider than what products write."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stager:
@@ -51,8 +54,11 @@ class Stager:
         return self.costs.backward_s + again + self.adding_s()
 
     def adding_s(self) -> Floats:
-        """Seconds in which each block's gradients are added to those of earlier micro-batches."""
-        if self.candidate.num_micro_batches == 1:
+        """Seconds in which each block's gradients are added to those of earlier micro-batches.
+
+        Products add to gradients of 16 bits as they write them (Megatron-LM's fused accumulation).
+        """
+        if self.candidate.num_micro_batches == 1 or self.sizes.gradient < _WIDE:
             return np.zeros(self.costs.num_blocks)
         moved = self.costs.shared_numel * (2 * self.sizes.gradient + self.sizes.compute)
         return moved * Kernels(self.cluster.hardware).moving_seconds(1.0)

@@ -45,7 +45,7 @@ def record_of(row_id: str, estimate: Estimate) -> Record:
     return {
         "id": row_id,
         "pred_time_s": found.step_s,
-        "pred_mem_gib": fullest.peak_bytes / _GIB,
+        "pred_mem_gib": estimate.reserved_bytes / _GIB,
         "pred_oom": int(not estimate.fits),
         "error": "",
         "mfu": found.mfu,
