@@ -18,6 +18,7 @@ move         traffic             move         traffic
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from typing import Any
 
@@ -96,7 +97,13 @@ def transfer(tensor: Tensor, axis: AxisGroup, source: State, target: State) -> T
     if target.is_sharded and target.dim != source.dim:
         received = axis.all_to_all(_stack_shards(tensor, target, axis.size))
         return assemble(received.chunk(axis.size), source)
-    whole = assemble(axis.all_gather(tensor.contiguous()).chunk(axis.size), source)
+    gathered = axis.all_gather(tensor.contiguous())
+    if target.is_whole and _is_one_run(tensor, source):
+        size = axis.size * tensor.shape[source.dim]
+        return gathered.reshape(
+            (*tensor.shape[: source.dim], size, *tensor.shape[source.dim + 1 :])
+        )
+    whole = assemble(gathered.chunk(axis.size), source)
     return (
         whole if target.is_whole else take_shard(whole, target, axis.rank, axis.size).contiguous()
     )
@@ -138,10 +145,20 @@ def assemble(shards: tuple[Tensor, ...] | list[Tensor], state: State) -> Tensor:
     return torch.cat([part[index] for index in range(len(blocks)) for part in parts], dim)
 
 
+def _is_one_run(tensor: Tensor, state: State) -> bool:
+    """Whether the shards of all ranks, one after the other, are the whole tensor: nothing has to be
+    copied.
+    """
+    is_simple = len(state.blocks) == 1 and not state.padded_size
+    return is_simple and math.prod(tensor.shape[: state.dim]) == 1
+
+
 def _stack_shards(tensor: Tensor, state: State, num_ranks: int) -> Tensor:
     """All ranks' shards of a whole tensor, one after the other along dim 0."""
-    if state.dim == 0 and len(state.blocks) == 1 and not state.padded_size:
-        return tensor.contiguous()
+    if _is_one_run(tensor, state):
+        share = tensor.shape[state.dim] // num_ranks
+        stacked = (*tensor.shape[: state.dim], share, *tensor.shape[state.dim + 1 :])
+        return tensor.reshape((num_ranks * stacked[0], *stacked[1:])).contiguous()
     return torch.cat([take_shard(tensor, state, rank, num_ranks) for rank in range(num_ranks)])
 
 

@@ -60,8 +60,9 @@ def test_a_fused_norm_reads_its_input_and_writes_its_result(layer):
     styles = node_styles([layer], parse_kernels("flash_attention2 + fused norms"))
     chains: list[list[str]] = [[]]
     for node in computing_nodes(layer):
-        if styles[node].fused is not None:
-            if styles[node].fused.is_first:
+        fused_op = styles[node].fused
+        if fused_op is not None:
+            if fused_op.is_first:
                 chains.append([])
             chains[-1].append(node.name)
     assert len(chains[1:]) == 2, "a Llama layer has two norms"
