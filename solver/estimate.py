@@ -86,7 +86,8 @@ class Estimator:
             model=self.search.divisible,
             pin=pin,
         )
-        if len(found) > 1:
+        only, *others = found
+        if others:
             names = [
                 field.name
                 for field in fields(Candidate)
@@ -97,7 +98,7 @@ class Estimator:
                 f"the layout leaves {', '.join(names)} open: {len(found)} layouts are like it",
                 hint="pin them, too, or let autopar.plan choose",
             )
-        solved = self.search.solve(found[0]) or self.search.solve_anyway(found[0])
+        solved = self.search.solve(only) or self.search.solve_anyway(only)
         prediction = predict(
             solved,
             self.facts.model,
@@ -110,7 +111,7 @@ class Estimator:
         memory = self.cluster.hardware.memory
         held = int((peak - memory.context_bytes) * memory.reserve)
         return Estimate(
-            candidate=found[0],
+            candidate=only,
             prediction=prediction,
             reserved_bytes=max(peak, min(peak + held, self.cluster.usable_bytes)),
         )

@@ -163,7 +163,7 @@ class Coster:
             copied = 4.0 * part if done is Collective.ALL_TO_ALL else 2.0 * part
         else:
             copied = float(whole)
-        return self.kernels.seconds(Work(bytes=copied, num_kernels=1))
+        return self.kernels.seconds(Work(bytes=math.ceil(copied), num_kernels=1))
 
     def _helper_comm(
         self, option: Option, view: NodeView, operands: list[Shape]

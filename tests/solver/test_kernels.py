@@ -52,7 +52,7 @@ def works(layer: BlockKind, kernels: str) -> dict[str, tuple[Work, Work]]:
 
 
 def total_bytes(layer: BlockKind, kernels: str) -> int:
-    return sum(w.bytes for pair in works(layer, kernels).values() for w in pair)
+    return sum(int(w.bytes) for pair in works(layer, kernels).values() for w in pair)
 
 
 def test_a_fused_norm_reads_its_input_and_writes_its_result(layer):
