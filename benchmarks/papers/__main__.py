@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from benchmarks.papers.pages import write_page
 
-PAGES = ("zero",)
+PAGES = ("zero", "hagemann", "hardware", "layered")
 
 
 def main(names: Sequence[str]) -> None:

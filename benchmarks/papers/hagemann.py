@@ -7,15 +7,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from autopar.solver import Cluster
 from benchmarks.papers import layout_tables as tables
-from benchmarks.papers import narayanan, trends
-from benchmarks.papers.cases import LENGTHS, LLAMAS, OTHERS, PUBLISHED_MFU
+from benchmarks.papers import narayanan
+from benchmarks.papers.cases import LENGTHS, LLAMAS, PUBLISHED_MFU
 from benchmarks.papers.pages import Finding, findings
-from benchmarks.papers.planned import recommendations
 from benchmarks.papers.plots import lines, stacked
 from benchmarks.papers.study import WAITING, Found
-from benchmarks.papers.sweep import NARROW, PAPER, SHARDED, Sweep, length, times
+from benchmarks.papers.sweep import PAPER, SHARDED, Sweep, length, times
 
 DEGREE = 4
 """Of the layouts that are looked at side by side: tensor or pipeline."""
@@ -155,15 +153,8 @@ def main() -> tuple[Mapping[str, str], Mapping[str, str]]:
         for seq in LENGTHS:
             sweeps.append(case.sweep(seq, PAPER, SHARDED))
             print(f"{sweeps[-1].where}: {len(sweeps[-1].found)} layouts", file=sys.stderr)
-    others = [case.sweep(8192, PAPER, SHARDED) for case in OTHERS]
-    hopper = [
-        case.sweep(seq, NARROW, cluster=Cluster("h100-80gb", nodes=case.gpus // 8))
-        for case in LLAMAS
-        for seq in (2048, 8192)
-    ]
     by_name = {of.where: of for of in sweeps}
     middle = narayanan.side_by_side(by_name["Llama 30B, 2k"], DEGREE)
-    large = LLAMAS[-1]
     parts = {
         "findings": findings(what_holds(sweeps)),
         "best": tables.best_table(sweeps, tables.is_paper),
@@ -173,11 +164,6 @@ def main() -> tuple[Mapping[str, str], Mapping[str, str]]:
         "narayanan": narayanan.mesh_table(),
         "sequence-parallel": tables.sequence_parallel_table(sweeps),
         "kernels": tables.kernel_table(sweeps),
-        "architectures": tables.best_table(others),
-        "architecture-prices": tables.price_table(others),
-        "h100": tables.best_table(hopper),
-        "trends": trends.trend_table(large, 2048),
-        "recommendations": recommendations(),
     }
     plots = {
         "hagemann-mfu": lines("MFU of the best layout", "thousand tokens", "%", same_pick(sweeps)),
@@ -185,12 +171,6 @@ def main() -> tuple[Mapping[str, str], Mapping[str, str]]:
             f"A step of Llama 30B at {length(2048)} by cause",
             "seconds",
             {name: bar(found) for name, found in middle.items()},
-        ),
-        "hagemann-trends": lines(
-            f"Speed of {large.name} at 2k",
-            "times as fast",
-            "speed",
-            trends.trend_lines(large, 2048),
         ),
     }
     return parts, plots

@@ -38,8 +38,10 @@ PRICES: Mapping[str, Choose] = {
 """Decisions that a table prices; each beside the best of all."""
 
 
-def best_table(sweeps: Sequence[Sweep], choose: Choose = lambda _: True) -> str:
-    """The best layout of each sweep."""
+def best_table(
+    sweeps: Sequence[Sweep], choose: Choose = lambda _: True, *, published: bool = True
+) -> str:
+    """The best layout of each sweep; ``published``: beside the paper's MFU, which is of A100s."""
     rows: list[Sequence[object]] = []
     for of in sweeps:
         found = of.fastest(choose)
@@ -47,7 +49,7 @@ def best_table(sweeps: Sequence[Sweep], choose: Choose = lambda _: True) -> str:
             rows.append((of.model, length(of.seq), of.study.cluster.num_gpus, "nothing fits"))
             continue
         layout = found.layout
-        published = PUBLISHED_MFU.get((of.model, of.seq))
+        paper = PUBLISHED_MFU.get((of.model, of.seq)) if published else None
         rows.append(
             (
                 of.model,
@@ -62,7 +64,7 @@ def best_table(sweeps: Sequence[Sweep], choose: Choose = lambda _: True) -> str:
                 f"{found.seconds:.1f}",
                 f"{found.gib:.0f}",
                 f"{found.mfu:.1%}",
-                f"{published:.1%}" if published else "–",
+                f"{paper:.1%}" if paper else "–",
             )
         )
     head = (
