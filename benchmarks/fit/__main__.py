@@ -84,7 +84,7 @@ def print_numbers(cluster: Cluster, times: TimeFit, memory: MemoryFit) -> None:
 
 
 def _range(number: Fitted) -> str:
-    return f"{number.low:.3g} … {number.high:.3g}"
+    return f"{number.low:g} … {number.high:g}"
 
 
 def print_errors(runs: Sequence[Run], times: TimeFit, *, by_series: bool) -> None:

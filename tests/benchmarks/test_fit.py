@@ -25,7 +25,7 @@ from benchmarks.fit.evaluate import Evaluator
 from benchmarks.fit.least_errors import Found, decode, encode, fit_near, step_on
 from benchmarks.fit.measured import Measured, read_measured
 from benchmarks.fit.memory import RESERVE, fit_memory, memories
-from benchmarks.fit.numbers import MEMORY, NUM_FITTED, TIMES
+from benchmarks.fit.numbers import MEMORY, NUM_FITTED, TIMES, page_table
 from benchmarks.fit.runs import Run, lay_out
 from benchmarks.fit.workers import Fitter
 
@@ -236,6 +236,12 @@ def test_hardware_files_name_the_fit_and_its_ranges(name: str):
         source = hardware.sources[number.path]
         assert source.startswith("fit: ")
         assert source.endswith(f", benchmarks/fit; {number.plausible}"), number.path
+
+
+def test_the_page_shows_the_fitted_numbers():
+    """After a fit: `python -m benchmarks.fit.numbers` prints the table."""
+    page = Path(__file__).parents[2] / "docs" / "concepts" / "costs.md"
+    assert page_table(Cluster("a100-80gb").hardware) in page.read_text()
 
 
 def test_doubtful_runs_are_not_read(tmp_path: Path):
