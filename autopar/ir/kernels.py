@@ -77,7 +77,10 @@ def parse_kernels(text: str) -> KernelSet:
     if attention not in known[0] or any(part not in known[1] for part in fused):
         raise InputError(
             f"no kernels are called {text!r}",
-            hint=f"one of {', '.join(known[0])}; after it, if you like, + {' or + '.join(known[1])}",
+            hint=f"one of {', '.join(known[0])}; after it, if you like, "
+            f"+ {' or + '.join(known[1])}",
         )
-    chosen = tuple(cast("Fusion", part) for part in known[1] if part in fused)
-    return KernelSet(attention=cast("AttentionKernel", attention), fused=chosen)
+    chosen = tuple(part for part in known[1] if part in fused)
+    return KernelSet(
+        attention=cast("AttentionKernel", attention), fused=cast("tuple[Fusion, ...]", chosen)
+    )

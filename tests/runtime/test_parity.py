@@ -73,14 +73,14 @@ INTERLEAVED = [
         num_micro_batches=num,
         schedule="interleaved",
         zero_stage=zero,
-        recompute=recompute,
+        recompute=RECOMPUTES[recompute],
         modular=True,
     )
     for name, layers, mesh, num, zero, recompute in (
-        ("llama", 2, Mesh(pp=2), 4, 0, RECOMPUTES[0]),
-        ("llama", 2, Mesh(pp=2, dp_shard=2), 4, 1, RECOMPUTES[1]),
-        ("gpt2", 4, Mesh(pp=2, dp_shard=2), 4, 3, RECOMPUTES[0]),
-        ("transformer", 4, Mesh(pp=3), 4, 0, RECOMPUTES[1]),  # p does not divide M
+        ("llama", 2, Mesh(pp=2), 4, 0, 0),
+        ("llama", 2, Mesh(pp=2, dp_shard=2), 4, 1, 1),
+        ("gpt2", 4, Mesh(pp=2, dp_shard=2), 4, 3, 0),
+        ("transformer", 4, Mesh(pp=3), 4, 0, 1),  # p does not divide M
     )
 ]
 
