@@ -150,7 +150,7 @@ def test_every_rank_of_a_layered_70b_pipeline_runs(llama_70b: Planned):
 
 def test_every_rank_of_context_parallel_stages_runs(llama_8b: Planned):
     """Positions over 4 ranks, heads over 2, ZeRO over data and context ranks."""
-    pin: dict[str, int | str] = {"pp": 2, "cp": 4, "tp": 2, "zero_stage": 3}
+    pin: dict[str, int | str] = {"pp": 2, "cp": 4, "tp": 2, "dp_shard": 2, "zero_stage": 3}
     planned = plan_model("llama-3-8b", nodes=4, global_batch_size=8, model=llama_8b.model, pin=pin)
     plan = planned.plan
     assert (plan.mesh.cp, plan.mesh.dp_shard) == (4, 2)
