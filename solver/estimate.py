@@ -38,7 +38,7 @@ class Estimate:
     @property
     def peak_bytes(self) -> int:
         """Bytes of the fullest rank."""
-        return max(rank.peak_bytes for rank in self.prediction.ranks)
+        return self.prediction.fullest.peak_bytes
 
     @property
     def usable_bytes(self) -> int:
@@ -107,7 +107,7 @@ class Estimator:
             global_batch_size=global_batch_size,
             seq_len=self.seq_len,
         )
-        peak = max(rank.peak_bytes for rank in prediction.ranks)
+        peak = prediction.fullest.peak_bytes
         memory = self.cluster.hardware.memory
         held = int((peak - memory.context_bytes) * memory.reserve)
         return Estimate(

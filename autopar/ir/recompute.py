@@ -45,25 +45,35 @@ ATTENTION_OPS = frozenset(
 
 _FUSED: tuple[AttentionKernel, ...] = ("flash_attention1", "flash_attention2")
 
+MATRIX_PRODUCTS = frozenset(
+    {
+        "linear",
+        "matmul",
+        "mm",
+        "bmm",
+        "mv",
+        "dot",
+        "addmm",
+        "addmv",
+        "baddbmm",
+        "tensordot",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "convolution",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "_grouped_mm",
+        "grouped_mm_fallback",
+    }
+)
+"""Products of matrices, by the name of the op."""
+
 _SCORE_PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
-_PRODUCTS = _SCORE_PRODUCTS | {
-    "linear",
-    "mm",
-    "mv",
-    "dot",
-    "addmm",
-    "addmv",
-    "tensordot",
+_PRODUCTS = MATRIX_PRODUCTS | {
+    "einsum",
     "bilinear",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "convolution",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-    "_grouped_mm",
-    "grouped_mm_fallback",
     "routed_experts",
     "expert_slice",
     "expert_dispatch",

@@ -8,6 +8,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autopar.ir.layout import operands_of
+from autopar.ir.recompute import MATRIX_PRODUCTS
 
 
 class Family(Enum):
@@ -92,29 +93,6 @@ LINEAR = frozenset(
 )
 """Ops that are linear in all operands together: their backward needs no operand."""
 
-_PRODUCTS = frozenset(
-    {
-        "linear",
-        "matmul",
-        "mm",
-        "bmm",
-        "mv",
-        "dot",
-        "addmm",
-        "addmv",
-        "baddbmm",
-        "tensordot",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "convolution",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "_grouped_mm",
-        "grouped_mm_fallback",
-    }
-)
 _PERMUTING = frozenset(
     {
         "transpose",
@@ -150,7 +128,7 @@ def family_of(node: fx.Node) -> Family:
     name = op_name(node)
     if name in _VIEWS:
         return Family.POINTWISE if copies(node) else Family.VIEW
-    if name in _PRODUCTS or (name == "einsum" and len(operands_of(node)) == 2):
+    if name in MATRIX_PRODUCTS or (name == "einsum" and len(operands_of(node)) == 2):
         return Family.PRODUCT
     if name == "scaled_dot_product_attention":
         return Family.ATTENTION
