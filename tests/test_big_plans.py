@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from autopar import Cluster, Plan
-from autopar.api.planning import capture_request, make_request, solve_request
+from autopar.api.planning import capture_request, solve_request
+from autopar.api.request import make_request
 from autopar.capture import open_model
 from autopar.ir.graph import ModelGraph
 from autopar.ir.program import Program
@@ -52,14 +53,6 @@ def plan_model(
         Cluster("a100-80gb", nodes=nodes),
         global_batch_size=global_batch_size,
         seq_len=SEQ_LEN,
-        precision=None,
-        optimizer="adamw",
-        learning_rate=3e-4,
-        weight_decay=0.1,
-        betas=(0.9, 0.95),
-        eps=1e-8,
-        max_grad_norm=1.0,
-        seed=0,
         pin=pin,
     )
     model = model or capture_request(request)

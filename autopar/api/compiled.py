@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, Unpack
 
 from torch import Tensor, nn
 
-from autopar.api.planning import (
+from autopar.api.arguments import (
+    CompileArguments,
     OptimizerName,
-    capture_request,
-    capture_source,
-    make_request,
-    plan_source,
-    solve_request,
+    RequestArguments,
+    check_names,
+    only,
 )
-from autopar.capture import Inputs, LossFn, ModelSource, open_model
+from autopar.api.planning import capture_request, capture_source, plan_source, solve_request
+from autopar.api.request import make_request
+from autopar.capture import ModelSource, open_model
 from autopar.ir.errors import ClusterError, PlanFormatError
 from autopar.ir.graph import ModelGraph
-from autopar.ir.plan import ClusterRef, Plan, PrecisionName, from_json, to_json
+from autopar.ir.plan import ClusterRef, Plan, from_json, to_json
 from autopar.ir.program import Program
 from autopar.passes import lower_evaluation, lower_plan
 from autopar.runtime import (
@@ -121,21 +122,8 @@ def compile(
     cluster: Cluster,
     *,
     plan: Plan | None = None,
-    example_batch: Inputs | None = None,
-    loss_fn: LossFn | None = None,
-    global_batch_size: int | None = None,
-    seq_len: int | None = None,
-    precision: PrecisionName | None = None,
-    gradient_dtype: PrecisionName | None = None,
-    reduce_dtype: PrecisionName | None = None,
     optimizer: OptimizerName | OptimizerFactory = "adamw",
-    learning_rate: float = 3e-4,
-    weight_decay: float = 0.1,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    max_grad_norm: float | None = 1.0,
-    seed: int = 0,
-    pin: Mapping[str, int | str] | None = None,
+    **arguments: Unpack[CompileArguments],
 ) -> CompiledModel:
     """Plan ``model`` for ``cluster`` and make it run on the ranks that call this.
 
@@ -147,15 +135,19 @@ def compile(
         plan: Use this plan instead of searching one; the arguments that planning takes are ignored.
         optimizer: A name, or a function from a list of parameters (this rank's shards) to an
             optimizer; memory is then planned as for AdamW.
-
-    All other arguments are those of ``autopar.plan``.
+        arguments: As of ``autopar.plan``; see ``CompileArguments`` (``autopar.api.arguments``).
 
     Raises:
         ClusterError: The ranks that run are not those of the cluster.
         PlanFormatError: The plan is for another model.
         InputError, CaptureError, InfeasibleError: As ``autopar.plan``.
     """
-    source = open_model(model, example_inputs=example_batch, loss_fn=loss_fn)
+    check_names("compile", arguments, CompileArguments)
+    source = open_model(
+        model,
+        example_inputs=arguments.get("example_batch"),
+        loss_fn=arguments.get("loss_fn"),
+    )
     _check_ranks(cluster.num_gpus, "cluster")
     named: OptimizerName = "adamw"
     factory: OptimizerFactory | None = None
@@ -170,23 +162,8 @@ def compile(
                 hint="plan again for this cluster",
             )
         return _run_plan(plan, source, capture_source(source, plan), factory)
-    request = make_request(
-        source,
-        cluster,
-        global_batch_size=global_batch_size,
-        seq_len=seq_len,
-        precision=precision,
-        gradient_dtype=gradient_dtype,
-        reduce_dtype=reduce_dtype,
-        optimizer=named,
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        betas=betas,
-        eps=eps,
-        max_grad_norm=max_grad_norm,
-        seed=seed,
-        pin=pin,
-    )
+    given = only(RequestArguments, {**arguments, "optimizer": named})
+    request = make_request(source, cluster, **given)
     graph = capture_request(request)
     text = share_text("plan", lambda: to_json(solve_request(request, graph)))
     return _run_plan(from_json(text, where="the first rank's plan"), source, graph, factory)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Unpack
 
 from torch import nn
 
-from autopar.api.planning import OptimizerName, capture_request, make_request
-from autopar.capture import Inputs, LossFn, open_model
+from autopar.api.arguments import EstimateArguments, check_names
+from autopar.api.planning import capture_request
+from autopar.api.request import open_request
 from autopar.ir.explain import memory_by_cause, time_by_cause
-from autopar.ir.plan import ClusterRef, PrecisionName
+from autopar.ir.plan import ClusterRef
 from autopar.ir.units import bytes_text, seconds_text
 from autopar.solver import Cluster
 from autopar.solver import estimate as solver_estimate
@@ -86,40 +88,20 @@ def estimate(
     model: str | Path | nn.Module,
     cluster: Cluster,
     layout: Mapping[str, int | str],
-    *,
-    example_batch: Inputs | None = None,
-    loss_fn: LossFn | None = None,
-    global_batch_size: int | None = None,
-    seq_len: int | None = None,
-    precision: PrecisionName | None = None,
-    gradient_dtype: PrecisionName | None = None,
-    reduce_dtype: PrecisionName | None = None,
-    optimizer: OptimizerName = "adamw",
-    max_grad_norm: float | None = 1.0,
+    **arguments: Unpack[EstimateArguments],
 ) -> Estimate:
     """The step of ``layout``: what ``plan`` predicts with these pins, also where it does not fit.
 
     Args:
         layout: Pins by the names that ``plan`` takes, which leave nothing to choose.
-
-    All other arguments are those of ``plan``.
+        arguments: As of ``plan``; see ``EstimateArguments`` (``autopar.api.arguments``).
 
     Raises:
         InputError: An argument is wrong, a pin cannot hold, or something is left open.
         CaptureError: The model cannot be captured.
     """
-    request = make_request(
-        open_model(model, example_inputs=example_batch, loss_fn=loss_fn),
-        cluster,
-        global_batch_size=global_batch_size,
-        seq_len=seq_len,
-        precision=precision,
-        gradient_dtype=gradient_dtype,
-        reduce_dtype=reduce_dtype,
-        optimizer=optimizer,
-        max_grad_norm=max_grad_norm,
-        pin=layout,
-    )
+    check_names("estimate", arguments, EstimateArguments)
+    request = open_request(model, cluster, {**arguments, "pin": layout})
     found = solver_estimate.estimate(
         capture_request(request),
         cluster,

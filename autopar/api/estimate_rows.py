@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 
-from autopar.api.planning import Request, capture_request, make_request
+from autopar.api.planning import capture_request
+from autopar.api.request import Request, make_request
 from autopar.estimation import EstimateRow, ModelShape, cluster_of, open_shape, pins_of
 from autopar.estimation.predictions import Record, record_of
 from autopar.ir.errors import AutoparError, InputError

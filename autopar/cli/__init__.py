@@ -177,11 +177,14 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         choices=PRECISIONS,
         help="in which gradients are sent; default: as they are accumulated",
     )
-    parser.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw")
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
-    parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--max-grad-norm", type=float, default=1.0, help="0 switches clipping off")
-    parser.add_argument("--seed", type=int, default=0)
+    unless = argparse.SUPPRESS  # what is not given is what ``autopar.plan`` has by default
+    parser.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default=unless)
+    parser.add_argument("--learning-rate", type=float, default=unless)
+    parser.add_argument("--weight-decay", type=float, default=unless)
+    parser.add_argument(
+        "--max-grad-norm", type=float, default=unless, help="0 switches clipping off"
+    )
+    parser.add_argument("--seed", type=int, default=unless)
     parser.add_argument(
         "-o", "--output", type=Path, metavar="PLAN.json", help="write the plan here"
     )

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from autopar import api
+from autopar.api.arguments import PlanArguments, only
 from autopar.cli import CHOICE_PINS, INTEGER_PINS, TEXT_PINS
 from autopar.ir.plan import to_json
 
@@ -18,22 +19,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         api.check_writable(arguments.output)
     pins = {name: getattr(arguments, name) for name in (*INTEGER_PINS, *CHOICE_PINS, *TEXT_PINS)}
-    plan = api.plan(
-        arguments.model,
-        cluster,
-        global_batch_size=arguments.global_batch_size,
-        seq_len=arguments.seq_len,
-        precision=arguments.precision,
-        gradient_dtype=arguments.gradient_dtype,
-        reduce_dtype=arguments.reduce_dtype,
-        optimizer=arguments.optimizer,
-        learning_rate=arguments.learning_rate,
-        weight_decay=arguments.weight_decay,
-        max_grad_norm=arguments.max_grad_norm or None,
-        seed=arguments.seed,
-        pin={name: value for name, value in pins.items() if value is not None},
-        progress=_show if sys.stderr.isatty() else None,
-    )
+    given = only(PlanArguments, vars(arguments))
+    if given.get("max_grad_norm") == 0:
+        given["max_grad_norm"] = None
+    given["pin"] = {name: value for name, value in pins.items() if value is not None}
+    given["progress"] = _show if sys.stderr.isatty() else None
+    plan = api.plan(arguments.model, cluster, **given)
     if sys.stderr.isatty():
         _show("")
     if arguments.output is not None:

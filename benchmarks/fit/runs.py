@@ -8,7 +8,8 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.api.planning import Request, capture_request, make_request
+from autopar.api.planning import capture_request
+from autopar.api.request import Request, make_request
 from autopar.estimation import ModelShape, cluster_of, open_shape, pins_of
 from autopar.ir.plan import TrainingPlan
 from autopar.ir.schedule import CompactSchedule

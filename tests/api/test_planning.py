@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import autopar
 from autopar import Cluster, Plan
+from autopar.api.arguments import PlanArguments
 from autopar.ir.errors import InputError
 from autopar.ir.plan import from_json, to_json
 from tests.models import tiny_gpt2, tiny_llama, tiny_transformer
@@ -182,3 +184,15 @@ def test_progress_is_told_and_the_plan_is_json():
     )
     assert told[0] == "capturing LlamaForCausalLM"
     assert from_json(to_json(plan)) == plan
+
+
+@pytest.mark.parametrize("function", [autopar.plan, autopar.compile])
+def test_an_unknown_argument_is_refused_as_python_does(function: Any):
+    with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument 'batch_size'"):
+        function(tiny_llama(1)[0], CLUSTER, batch_size=8)
+
+
+def test_every_argument_of_a_plan_is_in_the_reference():
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "api.md").read_text()
+    section = text.partition("## plan\n")[2].partition("\n## ")[0]
+    assert [name for name in PlanArguments.__annotations__ if f"`{name}`" not in section] == []

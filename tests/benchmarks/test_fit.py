@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from autopar import Cluster
-from autopar.api.planning import capture_request, make_request
+from autopar.api.planning import capture_request
+from autopar.api.request import make_request
 from autopar.calibration.fit import Free
 from autopar.calibration.hardware import value_at
 from autopar.estimation import EstimateRow, ModelShape, open_shape

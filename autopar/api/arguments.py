@@ -1,0 +1,137 @@
+"""Keyword arguments of ``plan``, ``estimate`` and ``compile``: their names, types and meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypedDict, TypeVar, cast
+
+from autopar.capture import Inputs, LossFn
+from autopar.ir.plan import PrecisionName
+
+OptimizerName = Literal["adamw", "adam", "sgd"]
+Progress = Callable[[str], None]
+
+Names = TypeVar("Names")
+
+
+class ModelArguments(TypedDict, total=False):
+    """What a module in memory needs beside itself.
+
+    Attributes:
+        example_batch: Inputs of a module that is not from Hugging Face, batch first.
+        loss_fn: ``loss_fn(output, batch)`` for a module whose output is no loss.
+    """
+
+    example_batch: Inputs | None
+    loss_fn: LossFn | None
+
+
+class NumberArguments(TypedDict, total=False):
+    """Numbers of the optimizer, and ``seed``, that of initial weights and of random numbers.
+
+    Attributes:
+        max_grad_norm: Global clipping; None switches it off.
+    """
+
+    learning_rate: float
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    max_grad_norm: float | None
+    seed: int
+
+
+class OptimizerArguments(NumberArguments, total=False):
+    """``NumberArguments`` and ``optimizer``: ``adamw`` (default), ``adam`` or ``sgd``."""
+
+    optimizer: OptimizerName
+
+
+class BatchArguments(TypedDict, total=False):
+    """What a step has, and in which numbers.
+
+    Attributes:
+        global_batch_size: Sequences per optimizer step; default: one per GPU, at least 8.
+        seq_len: Tokens per sequence; default: the model's longest.
+        precision: Of compute; default: the hardware's (bf16 on GPUs). Masters are fp32 or wider;
+            fp16 scales the loss.
+        gradient_dtype: In which gradients are accumulated; default: fp32 (float64 under float64).
+        reduce_dtype: In which gradients are sent to be summed; default: as they are accumulated.
+    """
+
+    global_batch_size: int | None
+    seq_len: int | None
+    precision: PrecisionName | None
+    gradient_dtype: PrecisionName | None
+    reduce_dtype: PrecisionName | None
+
+
+class SearchArguments(TypedDict, total=False):
+    """What may be chosen, and how it is searched.
+
+    Attributes:
+        pin: Decisions to fix: ``tp, pp, cp, ep, dp_replicate, dp_shard, micro_batch_size,
+            zero_stage, recompute, schedule, virtual_stages, sequence_parallel, loss_parallel,
+            kernel, cuts, precision, comm_precision, grads_fp32``.
+    """
+
+    pin: Mapping[str, int | str] | None
+
+
+class RequestArguments(OptimizerArguments, BatchArguments, SearchArguments, total=False):
+    """What is asked for of a model and a cluster."""
+
+
+class OpenArguments(ModelArguments, RequestArguments, total=False):
+    """What is asked for of a model that is not open yet."""
+
+
+class PlanArguments(OpenArguments, total=False):
+    """Arguments of ``plan``.
+
+    Attributes:
+        progress: Called with a line of text now and then.
+    """
+
+    progress: Progress | None
+
+
+class EstimateArguments(ModelArguments, OptimizerArguments, BatchArguments, total=False):
+    """Arguments of ``estimate``."""
+
+
+class CompileArguments(
+    ModelArguments, NumberArguments, BatchArguments, SearchArguments, total=False
+):
+    """Arguments of ``compile`` beside its own."""
+
+
+OPTIMIZER_DEFAULTS: OptimizerArguments = {
+    "optimizer": "adamw",
+    "learning_rate": 3e-4,
+    "weight_decay": 0.1,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    "max_grad_norm": 1.0,
+    "seed": 0,
+}
+"""Of a training about which nothing is said."""
+
+
+def check_names(function: str, given: Mapping[str, Any], known: type) -> None:
+    """Raise ``TypeError``, as Python does, for an argument that ``function`` does not take.
+
+    Args:
+        function: Its name, for the message.
+        given: Keyword arguments.
+        known: The ``TypedDict`` that names them.
+    """
+    for name in given:
+        if name not in known.__annotations__:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
+def only(known: type[Names], given: Mapping[str, Any]) -> Names:
+    """Those of ``given`` that the ``TypedDict`` names."""
+    names = known.__annotations__
+    return cast("Names", {name: value for name, value in given.items() if name in names})
