@@ -10,10 +10,10 @@ from autopar.ir.plan import Prediction, TrainingPlan
 from autopar.solver.candidates import Candidate, Pins, candidates
 from autopar.solver.costs.memory import itemsizes
 from autopar.solver.hardware import Cluster
+from autopar.solver.instance import divisible, sequence_length
 from autopar.solver.layout.model_facts import ModelFacts, model_facts
 from autopar.solver.predict import predict
 from autopar.solver.search import Search
-from autopar.solver.solve import divisible, sequence_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

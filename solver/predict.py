@@ -41,9 +41,14 @@ def predict(
         tokens_per_s=global_batch_size * (seq_len or 1) / solved.step_s,
         model_flops=flops,
         usable_bytes=cluster.usable_bytes,
-        ranks=tuple(_rank(solved, stage) for stage in range(candidate.pp)),
+        ranks=rank_predictions(solved),
         action_costs=_action_costs(solved),
     )
+
+
+def rank_predictions(solved: Solved) -> tuple[RankPrediction, ...]:
+    """Of each stage's ranks."""
+    return tuple(_rank(solved, stage) for stage in range(solved.candidate.pp))
 
 
 def model_flops(model: ModelGraph, batch: int) -> float:

@@ -46,8 +46,8 @@ MAX_SOLVED = 48
 class SearchResult:
     """The best solved candidate (None when nothing fits), and the bound of all.
 
-    ``bounds`` are those of candidates that were tried, ``open_bounds`` of others, lowest first.
-    ``unsettled`` were tried, and neither solved nor proved not to fit.
+    ``bounds`` are those of candidates that were tried, ``left`` has all others: bound, step of
+    refinement, candidate. ``unsettled`` were tried, and neither solved nor proved not to fit.
     """
 
     best: Solved | None
@@ -55,8 +55,14 @@ class SearchResult:
     solved: list[Solved]
     bounds: dict[Candidate, float]
     num_candidates: int
-    open_bounds: list[tuple[float, Candidate]] = field(default_factory=list)
+    left: list[tuple[float, int, Candidate]] = field(default_factory=list)
     unsettled: list[Candidate] = field(default_factory=list)
+
+    @property
+    def open_bounds(self) -> list[tuple[float, Candidate]]:
+        """Of candidates that were bounded by their stages and not tried, lowest first."""
+        found = [(bound, candidate) for bound, step, candidate in self.left if step == 2]
+        return sorted(found, key=lambda pair: pair[0])
 
 
 class Search:
@@ -107,10 +113,7 @@ class Search:
             result.solved.append(solved)
             if result.best is None or solved.step_s < result.best.step_s:
                 result.best = solved
-        result.open_bounds = sorted(
-            ((bound, candidates[number]) for bound, number, step in queue if step == 2),
-            key=lambda pair: pair[0],
-        )
+        result.left = [(bound, step, candidates[number]) for bound, number, step in queue]
         lowest = [bound for bound, _, _ in queue] + list(result.bounds.values())
         if result.best is not None:
             lowest.append(result.best.step_s)

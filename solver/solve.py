@@ -12,7 +12,6 @@ from autopar.ir.graph import ModelGraph, Role
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import DATA_AXIS, TENSOR_AXIS, Mesh
 from autopar.ir.plan import (
-    Alternative,
     BatchPlan,
     Certificate,
     MeshPlan,
@@ -28,19 +27,20 @@ from autopar.ir.plan import (
     plan_axes,
 )
 from autopar.ir.typecheck import check_model
-from autopar.solver.candidates import Candidate, Divisible, Pins, candidates
-from autopar.solver.costs.memory import itemsizes
+from autopar.solver.candidates import Pins
 from autopar.solver.data_axis import DataAxis
 from autopar.solver.hardware import Cluster
 from autopar.solver.infeasible import infeasible_error
+from autopar.solver.instance import Instance, make_instance
 from autopar.solver.layout.decode import axis_typing, join_axes
-from autopar.solver.layout.model_facts import ModelFacts, model_facts
+from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.predict import predict
-from autopar.solver.search import Progress, Search, SearchResult
+from autopar.solver.reasons import NUM_ALTERNATIVES, alternatives, search_report
+from autopar.solver.search import Progress, SearchResult
 from autopar.solver.solved import Solved
 from autopar.solver.unruled import replicated_ops
+from autopar.solver.what_if import shadow_prices, solve_runners_up
 
-_NUM_ALTERNATIVES = 5
 _EXACT = 1e-6
 
 
@@ -53,7 +53,7 @@ class DescribeMoves(Protocol):
 
 
 def solve(
-    model: ModelGraph,
+    model: ModelGraph | ModelFacts,
     cluster: Cluster,
     *,
     global_batch_size: int,
@@ -62,12 +62,13 @@ def solve(
     pin: Pins | None = None,
     source: str | None = None,
     describe_moves: DescribeMoves | None = None,
+    what_if: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
     """The plan of the fastest step that was found, with a certificate of how good it is.
 
     Args:
-        model: The captured model.
+        model: The captured model, or its facts.
         cluster: The GPUs; all are used unless all four degrees are pinned.
         global_batch_size: Sequences per step.
         training: Numerics and optimizer.
@@ -75,28 +76,49 @@ def solve(
         pin: Decisions to fix, by the names of ``candidates``.
         source: What rebuilds the model, for the plan.
         describe_moves: Fills ``Plan.moves``; without it they are left out.
+        what_if: Also search clusters with one change each, for ``Plan.what_if``, and solve
+            runners-up that are only bounded otherwise.
         progress: Called with a line of text now and then.
 
     Raises:
         InputError: A pin that cannot hold.
         InfeasibleError: Nothing fits into memory.
     """
+    instance = make_instance(
+        model,
+        cluster,
+        global_batch_size=global_batch_size,
+        training=training,
+        seq_len=seq_len,
+        pin=pin,
+        progress=progress,
+    )
+    return solve_instance(instance, source=source, describe_moves=describe_moves, what_if=what_if)
+
+
+def solve_instance(
+    instance: Instance,
+    *,
+    source: str | None = None,
+    describe_moves: DescribeMoves | None = None,
+    what_if: bool = False,
+) -> Plan:
+    """``solve`` of an instance.
+
+    Raises:
+        InputError: A pin that cannot hold.
+        InfeasibleError: Nothing fits into memory.
+    """
     started = time.perf_counter()
-    pin = dict(pin or {})
-    if global_batch_size < 1:
-        raise InputError(f"global_batch_size is {global_batch_size}; it must be at least 1")
-    facts = model_facts(model)
-    seq_len = seq_len or sequence_length(model)
-    search = Search(
-        facts, cluster, itemsizes(training), divisible(facts, seq_len), progress=progress
-    )
-    found = candidates(
-        cluster, global_batch_size=global_batch_size, model=search.divisible, pin=pin
-    )
+    search, found, facts = instance.search, instance.candidates, instance.facts
+    model, cluster, training = facts.model, instance.cluster, instance.training
+    global_batch_size, seq_len = instance.global_batch_size, instance.seq_len
     result = search.run(found)
     if result.best is None:
-        raise infeasible_error(search, found, global_batch_size=global_batch_size, pin=pin)
+        raise infeasible_error(search, found, global_batch_size=global_batch_size, pin=instance.pin)
     best, candidate = result.best, result.best.candidate
+    solve_s = instance.made_s + time.perf_counter() - started
+    more = solve_runners_up(instance, result, NUM_ALTERNATIVES) if what_if else []
     layout = best_layout(facts, search.data_axis, best)
     mesh = candidate.mesh()
     batch = BatchPlan(
@@ -137,7 +159,7 @@ def solve(
             virtual_stages=candidate.virtual_stages,
         ),
         training=training,
-        pins=pin,
+        pins=instance.pin,
         parameters=_parameters(model, axes, layout, best),
         segments=tuple(
             SegmentPlan(stage=stage, first_block=first, last_block=last)
@@ -152,18 +174,13 @@ def solve(
             sequences=candidate.micro_batch_size * mesh.batch_ranks,
             num_micro_batches=candidate.num_micro_batches,
         ),
-        certificate=_certificate(result, best, time.perf_counter() - started),
+        certificate=_certificate(result, best, solve_s),
         prediction=predict(
             best, model, cluster, training, global_batch_size=global_batch_size, seq_len=seq_len
         ),
-        alternatives=_alternatives(result, best),
-    )
-
-
-def divisible(facts: ModelFacts, seq_len: int | None) -> Divisible:
-    """What of a model meshes have to divide."""
-    return Divisible(
-        num_blocks=len(facts.model.blocks), seq_len=seq_len, num_experts=facts.num_experts
+        alternatives=alternatives(result, best, more),
+        search=search_report(result, best, found),
+        what_if=shadow_prices(instance, best) if what_if else (),
     )
 
 
@@ -242,37 +259,3 @@ def _certificate(result: SearchResult, best: Solved, seconds: float) -> Certific
         num_solved=len(result.solved),
         statement=statement,
     )
-
-
-def _alternatives(result: SearchResult, best: Solved) -> tuple[Alternative, ...]:
-    """Candidates that lost: those that were simulated, then those with the lowest bounds."""
-    simulated = sorted((s for s in result.solved if s is not best), key=lambda s: s.step_s)
-    found = [
-        Alternative(description=str(s.candidate), step_s=s.step_s, reason="simulated")
-        for s in simulated
-    ]
-    seen: set[tuple[int, int, int]] = {_family(best.candidate)}
-    seen |= {_family(s.candidate) for s in simulated}
-    for bound, candidate in result.open_bounds:
-        if math.isfinite(bound) and _family(candidate) not in seen:
-            seen.add(_family(candidate))
-            found.append(
-                Alternative(
-                    description=str(candidate),
-                    step_s=None,
-                    reason=f"proved to take at least {bound:.4g} s",
-                )
-            )
-    return tuple(found[:_NUM_ALTERNATIVES])
-
-
-def _family(candidate: Candidate) -> tuple[int, int, int]:
-    return candidate.pp, candidate.tp, candidate.zero_stage
-
-
-def sequence_length(model: ModelGraph) -> int | None:
-    """Dim 1 of the first input that has sequences; images and their like have none."""
-    for tensor in model.inputs.values():
-        if 1 < len(tensor.shape) < 4 and isinstance(tensor.shape[1], int):
-            return tensor.shape[1]
-    return None

@@ -78,7 +78,20 @@ class SearchArguments(TypedDict, total=False):
     pin: Mapping[str, int | str] | None
 
 
-class RequestArguments(OptimizerArguments, BatchArguments, SearchArguments, total=False):
+class ReportArguments(TypedDict, total=False):
+    """What a plan tells beside its decisions.
+
+    Attributes:
+        what_if: Also what changes of the cluster would buy, and what runners-up cost that are only
+            bounded otherwise. Takes a search for each change.
+    """
+
+    what_if: bool
+
+
+class RequestArguments(
+    OptimizerArguments, BatchArguments, SearchArguments, ReportArguments, total=False
+):
     """What is asked for of a model and a cluster."""
 
 

@@ -9,7 +9,7 @@ from typing import Unpack
 
 from torch import nn
 
-from autopar.api.arguments import EstimateArguments, check_names
+from autopar.api.arguments import EstimateArguments, OpenArguments, check_names, only
 from autopar.api.planning import capture_request
 from autopar.api.request import open_request
 from autopar.ir.explain import memory_by_cause, time_by_cause
@@ -101,7 +101,9 @@ def estimate(
         CaptureError: The model cannot be captured.
     """
     check_names("estimate", arguments, EstimateArguments)
-    request = open_request(model, cluster, {**arguments, "pin": layout})
+    request = open_request(
+        model, cluster, only(OpenArguments, {**arguments, "pin": layout})
+    )
     found = solver_estimate.estimate(
         capture_request(request),
         cluster,

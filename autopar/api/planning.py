@@ -91,6 +91,7 @@ def solve_request(request: Request, graph: ModelGraph, progress: Progress | None
         pin=request.pin,
         source=request.source.spec,
         describe_moves=plan_moves,
+        what_if=request.what_if,
         progress=progress,
     )
 

@@ -38,6 +38,7 @@ class Request:
     seq_len: int | None
     training: TrainingPlan
     pin: Mapping[str, int | str]
+    what_if: bool
     defaults: tuple[str, ...]
 
 
@@ -107,6 +108,7 @@ def make_request(
         seq_len=seq_len,
         training=training,
         pin=layout,
+        what_if=given.get("what_if", False),
         defaults=tuple(defaults),
     )
 

@@ -186,6 +186,11 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=unless)
     parser.add_argument(
+        "--what-if",
+        action="store_true",
+        help="also what more memory or network would buy, and what runners-up cost",
+    )
+    parser.add_argument(
         "-o", "--output", type=Path, metavar="PLAN.json", help="write the plan here"
     )
     parser.add_argument(
@@ -221,7 +226,9 @@ def _add_ops_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN.json")
     parser.add_argument(
-        "--json", action="store_true", help="print certificate and prediction as JSON"
+        "--json",
+        action="store_true",
+        help="print what the explanation is made of as JSON",
     )
 
 

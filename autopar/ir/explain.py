@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from autopar.ir.explain_search import rejected, runners_up, shadow_prices
+from autopar.ir.tables import named_rows
 from autopar.ir.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from autopar.ir.plan import Plan, Prediction
+
+_ROUNDING = 1e-9
+"""Causes of a smaller share are nothing."""
 
 
 def explain(plan: Plan) -> str:
@@ -22,7 +27,9 @@ def explain(plan: Plan) -> str:
         _placements(plan),
         _moves(plan),
         _replicated_ops(plan),
-        _alternatives(plan),
+        runners_up(plan),
+        rejected(plan),
+        shadow_prices(plan),
     )
     return "\n\n".join(section for section in sections if section)
 
@@ -77,7 +84,7 @@ def _decisions(plan: Plan) -> str:
         rows.append(
             ("pinned", ", ".join(f"{key}={value}" for key, value in sorted(plan.pins.items())))
         )
-    return _table(rows)
+    return named_rows(rows)
 
 
 def _batch(plan: Plan) -> str:
@@ -98,7 +105,7 @@ def _stages(plan: Plan) -> str:
         lines.append(
             (f"stage {stage}", f"blocks {runs} in {len(held)} segment{'s' * (len(held) != 1)}")
         )
-    return _table(lines)
+    return named_rows(lines)
 
 
 def time_by_cause(prediction: Prediction) -> str:
@@ -123,14 +130,15 @@ def memory_by_cause(prediction: Prediction) -> str:
 
 
 def _by_cause(title: str, causes: Iterable[tuple[str, float, str]]) -> str:
-    present = sorted((cause for cause in causes if cause[1] > 0), key=lambda cause: -cause[1])
-    total = sum(amount for _, amount, _ in present)
+    told = list(causes)
+    total = sum(amount for _, amount, _ in told)
+    present = sorted((c for c in told if c[1] > _ROUNDING * total), key=lambda cause: -cause[1])
     if not present:
         return ""
     return "\n".join(
         (
             title,
-            _table(
+            named_rows(
                 [(name, f"{text:>10}  {amount / total:5.1%}") for name, amount, text in present]
             ),
         )
@@ -147,7 +155,7 @@ def _placements(plan: Plan) -> str:
             continue
         index = plan.layout_axes.index(axis)
         rows = _grouped_states(plan, index, only_sharded=axis == "ep")
-        parts.append("\n".join((f"parameters on the {name} axis", _table(rows))))
+        parts.append("\n".join((f"parameters on the {name} axis", named_rows(rows))))
     return "\n\n".join(parts)
 
 
@@ -179,7 +187,7 @@ def _moves(plan: Plan) -> str:
         )
         for move in traffic
     ]
-    return "\n".join(("collectives of a micro-batch", _table(rows)))
+    return "\n".join(("collectives of a micro-batch", named_rows(rows)))
 
 
 def _replicated_ops(plan: Plan) -> str:
@@ -194,25 +202,7 @@ def _replicated_ops(plan: Plan) -> str:
         for found in plan.replicated_ops
     ]
     title = "ops without a rule: every rank computes them whole"
-    return "\n".join((title, _table(rows)))
-
-
-def _alternatives(plan: Plan) -> str:
-    if not plan.alternatives:
-        return ""
-    rows = [
-        (
-            "–" if other.step_s is None else f"+{other.step_s / plan.prediction.step_s - 1:.1%}",
-            f"{other.description}: {other.reason}",
-        )
-        for other in plan.alternatives
-    ]
-    return "\n".join(("runners-up", _table(rows)))
-
-
-def _table(rows: Sequence[tuple[str, str]]) -> str:
-    width = max((len(name) for name, _ in rows), default=0)
-    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
+    return "\n".join((title, named_rows(rows)))
 
 
 def _runs(ranges: Iterable[tuple[int, int]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +18,7 @@ from autopar.ir.kernels import DEFAULT_KERNELS
 from autopar.ir.layout import Layout, NodeTyping
 from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, TENSOR_AXIS, Mesh
 from autopar.ir.placement import Placement, parse_state
+from autopar.ir.plan_search import STRICT, Alternative, SearchReport, WhatIf
 
 PLAN_FORMAT: Literal["autopar-plan"] = "autopar-plan"
 PLAN_VERSION: Literal[1] = 1
@@ -29,12 +30,8 @@ PrecisionName = Literal["bf16", "fp16", "fp32", "float64"]
 WAITING = "waiting for other stages"
 """The cause of the seconds of a rank in which it does nothing."""
 
-_config = pydantic.ConfigDict(
-    extra="forbid", strict=True, json_schema_serialization_defaults_required=True
-)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class ModelRef:
     """Which model the plan is for. ``source`` rebuilds it; None for a module that was given in
     memory.
@@ -47,7 +44,7 @@ class ModelRef:
     fingerprint: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class ClusterRef:
     """Which ranks the plan is for. ``device`` and ``backend`` come from the hardware file."""
 
@@ -59,7 +56,7 @@ class ClusterRef:
     fingerprint: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class BatchPlan:
     """Sequences per step, per data rank and micro-batch, and micro-batches per step. The last
     micro-batch has what is left.
@@ -75,7 +72,7 @@ class BatchPlan:
         return own - self.micro_batch_size * (self.num_micro_batches - 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class SchedulePlan:
     """Order of the work: schedule, recomputation, ZeRO stage, virtual stages on each stage; and by
     which kernels it is done (``autopar.ir.kernels``).
@@ -88,7 +85,7 @@ class SchedulePlan:
     virtual_stages: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class TrainingPlan:
     """Numerics and optimizer.
 
@@ -108,7 +105,7 @@ class TrainingPlan:
     seed: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class ParameterPlan:
     """Where a logical parameter lives. ``placement`` has a state per layout axis, as text; ``dp``
     is how it is *used* (``R``: gradients are reduced), the ZeRO stage says how it is stored.
@@ -122,7 +119,7 @@ class ParameterPlan:
     stages: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class SegmentPlan:
     """Blocks ``[first, last]`` on a pipeline stage."""
 
@@ -131,7 +128,7 @@ class SegmentPlan:
     last_block: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class MovePlan:
     """A change of state inside a kind of block: one collective (or none) forward, its dual
     backward.
@@ -147,7 +144,7 @@ class MovePlan:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class ReplicatedOp:
     """An op without a rule: every rank computes it whole, for all sequences of a micro-batch.
 
@@ -161,7 +158,7 @@ class ReplicatedOp:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class NodePlan:
     """Placements (states as text, in order of ``layout_axes``) of a node's operands and results."""
 
@@ -169,7 +166,7 @@ class NodePlan:
     results: tuple[tuple[str, ...], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Certificate:
     """What is proved of the objective. ``gap`` = 1 − bound / objective."""
 
@@ -183,7 +180,7 @@ class Certificate:
     statement: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class RankPrediction:
     """Ranks with the same role (pipeline stage): bytes and seconds of a step by cause."""
 
@@ -194,7 +191,17 @@ class RankPrediction:
     seconds_by_cause: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+def fullest_of(ranks: Sequence[RankPrediction]) -> RankPrediction:
+    """The ranks that need most memory."""
+    return max(ranks, key=lambda rank: rank.peak_bytes)
+
+
+def critical_of(ranks: Sequence[RankPrediction]) -> RankPrediction:
+    """The ranks that wait least for others."""
+    return min(ranks, key=lambda rank: rank.seconds_by_cause.get(WAITING, 0.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class SegmentCosts:
     """Seconds of a segment's actions on a rank, each for one micro-batch; ``send_s`` is that of the
     message to the next segment's stage and of the one back. ``held_bytes`` live from a forward to
@@ -209,7 +216,7 @@ class SegmentCosts:
     held_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class ActionCosts:
     """What the simulator needs beside the schedule: costs of the segments, seconds of the optimizer
     on each stage, and by how many seconds a second of overlap lengthens compute.
@@ -220,7 +227,7 @@ class ActionCosts:
     slowdown: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Prediction:
     """Predicted step. ``mfu`` counts model FLOPs without recomputation; ``action_costs`` are what
     it was simulated with, None in plans of versions that did not store them.
@@ -237,24 +244,15 @@ class Prediction:
     @property
     def fullest(self) -> RankPrediction:
         """The ranks that need most memory."""
-        return max(self.ranks, key=lambda rank: rank.peak_bytes)
+        return fullest_of(self.ranks)
 
     @property
     def critical(self) -> RankPrediction:
         """The ranks that wait least for others: where seconds are saved, the step gets shorter."""
-        return min(self.ranks, key=lambda rank: rank.seconds_by_cause.get(WAITING, 0.0))
+        return critical_of(self.ranks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
-class Alternative:
-    """A candidate that lost, and what it would cost."""
-
-    description: str
-    step_s: float | None
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class MeshPlan:
     """Degrees by axis name; their product is the GPUs used."""
 
@@ -266,7 +264,7 @@ class MeshPlan:
     tp: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=_config)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Plan:
     """All decisions for one model on one cluster."""
 
@@ -288,6 +286,8 @@ class Plan:
     certificate: Certificate
     prediction: Prediction
     alternatives: tuple[Alternative, ...]
+    search: SearchReport | None = None
+    what_if: tuple[WhatIf, ...] = ()
 
     def device_mesh(self) -> Mesh:
         """The mesh that the degrees describe."""
@@ -306,7 +306,7 @@ class Plan:
         return tuple(parse_state(found.get(axis, "I")) for axis in LAYOUT_AXES)
 
     def explain(self) -> str:
-        """The plan in words: decisions, time and memory by cause, collectives, runners-up."""
+        """The plan in words: decisions, time and memory by cause, collectives, and what lost."""
         return explain(self)
 
     def save(self, path: str | Path) -> None:

@@ -17,12 +17,12 @@ from autopar.solver import Cluster
 from autopar.solver.candidates import Candidate, candidates
 from autopar.solver.costs.memory import Itemsizes, StageContents, itemsizes
 from autopar.solver.facts import BlockCosts, Floats, layout_costs
+from autopar.solver.instance import divisible
 from autopar.solver.layout.check import kind_costs
 from autopar.solver.layout.model_facts import ModelFacts, model_facts
 from autopar.solver.layout.problem import Problem
 from autopar.solver.search import Search
 from autopar.solver.settings import layout_coster, layout_problem
-from autopar.solver.solve import divisible
 from autopar.solver.solved import Solved
 from benchmarks.fit.measured import Measured
 from benchmarks.fit.terms import Piece, Terms, recorders, terms_of

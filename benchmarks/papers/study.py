@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.api.planning import capture_model
 from autopar.capture.sources import ModelSource
@@ -156,27 +154,3 @@ def shape_facts(shape: ModelShape) -> ModelFacts:
 def source_facts(source: ModelSource, seq_len: int) -> ModelFacts:
     """A model, captured in bf16."""
     return model_facts(capture_model(source, seq_len, "bf16"))
-
-
-def scaled(
-    cluster: Cluster, *, compute: float = 1, memory: float = 1, node: float = 1, network: float = 1
-) -> Cluster:
-    """The cluster with so many times the FLOP/s, the HBM bandwidth, and the bandwidths of the links
-    inside nodes and between them; latencies and bytes of memory stay.
-    """
-    old = cluster.hardware
-    peaks = {n: compute * getattr(old.chip.peak_flops, n) for n in ("bf16", "fp32", "float64")}
-    other = copy.copy(cluster)
-    other.hardware = replace(
-        old,
-        chip=replace(
-            old.chip,
-            hbm_bytes_per_s=memory * old.chip.hbm_bytes_per_s,
-            peak_flops=replace(old.chip.peak_flops, **peaks),
-        ),
-        node_link=replace(old.node_link, bytes_per_s=node * old.node_link.bytes_per_s),
-        network=replace(old.network, node_bytes_per_s=network * old.network.node_bytes_per_s),
-    )
-    text = f"{cluster.fingerprint} {compute} {memory} {node} {network}"
-    other.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return other

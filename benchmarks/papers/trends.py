@@ -8,7 +8,6 @@ from autopar.solver import Cluster
 from benchmarks.papers.cases import Case
 from benchmarks.papers.pages import table
 from benchmarks.papers.plots import Points
-from benchmarks.papers.study import scaled
 from benchmarks.papers.sweep import Space, Sweep, length
 
 FACTORS = (1, 2, 4, 8)
@@ -36,7 +35,7 @@ VARIANTS: Mapping[str, Mapping[str, float]] = {
 
 def trend(case: Case, seq: int, space: Space, **factors: float) -> Sweep:
     """A sweep on A100 nodes of which parts are so many times faster."""
-    cluster = scaled(Cluster("a100-80gb", nodes=case.gpus // 8), **factors)
+    cluster = Cluster("a100-80gb", nodes=case.gpus // 8).scaled(**factors)
     return case.sweep(seq, space, cluster=cluster)
 
 

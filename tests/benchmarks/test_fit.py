@@ -18,9 +18,9 @@ from autopar.calibration.fit import Free
 from autopar.calibration.hardware import value_at
 from autopar.estimation import EstimateRow, ModelShape, open_shape
 from autopar.solver.facts import Floats
+from autopar.solver.instance import divisible
 from autopar.solver.layout.model_facts import ModelFacts, model_facts
 from autopar.solver.search import Search
-from autopar.solver.solve import divisible
 from autopar.solver.solved import simulate_cuts
 from benchmarks.fit.evaluate import Evaluator
 from benchmarks.fit.least_errors import Found, decode, encode, fit_near, step_on

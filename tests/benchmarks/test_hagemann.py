@@ -9,7 +9,7 @@ import pytest
 from autopar.estimation import ModelShape
 from autopar.solver import Cluster
 from benchmarks.papers import hagemann, layout_tables, narayanan, planned
-from benchmarks.papers.study import FUSED, Layout, Study, scaled, shape_facts
+from benchmarks.papers.study import FUSED, Layout, Study, shape_facts
 from benchmarks.papers.sweep import PAPER, SHARDED, Space, Sweep, sweep
 
 LAYERS = 4
@@ -86,7 +86,7 @@ def test_no_step_is_slower_on_a_faster_part(layout: Layout) -> None:
     facts = shape_facts(SHAPE)
 
     def seconds(**factors: float) -> float:
-        cluster = scaled(CLUSTER, **factors)
+        cluster = CLUSTER.scaled(**factors)
         return Study(facts, cluster, global_batch_size=BATCH)(layout).seconds
 
     today = seconds()

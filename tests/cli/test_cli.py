@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from autopar import __version__, cli, read_plan
+from autopar.cli.explain import PARTS
 from autopar.ir.plan import json_schema
 from tests.cli.helpers import run
 
@@ -34,7 +35,7 @@ def test_a_plan_is_explained(plan_file: Path, capfd: pytest.CaptureFixture[str])
         assert text in plan.explain()
     document = json.loads(run(capfd, "explain", plan_file, "--json").out)
     whole = json.loads(plan_file.read_text())
-    assert document == {key: whole[key] for key in ("certificate", "prediction")}
+    assert document == {key: whole[key] for key in PARTS}
 
 
 def test_schema_is_the_plans(capfd: pytest.CaptureFixture[str]) -> None:

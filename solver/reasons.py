@@ -1,0 +1,122 @@
+"""Why a plan and no other: what lost, by how much, and what became of every candidate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+
+from autopar.ir.plan import critical_of, fullest_of
+from autopar.ir.plan_search import FATES, Alternative, DecisionValue, SearchReport
+from autopar.solver.candidates import Candidate
+from autopar.solver.predict import rank_predictions
+from autopar.solver.search import SearchResult
+from autopar.solver.solved import Solved
+
+NUM_ALTERNATIVES = 5
+"""So many candidates that lost are told of."""
+
+_DERIVED = ("num_micro_batches", "recomputed_blocks")
+"""Fields of a candidate that follow from others, or are chosen with the layout."""
+
+
+def alternatives(
+    result: SearchResult, best: Solved, more: Sequence[Solved] = ()
+) -> tuple[Alternative, ...]:
+    """Candidates that lost: those that were simulated, ``more`` of them beside the search's, then
+    those with the lowest bounds.
+    """
+    simulated = sorted(
+        (solved for solved in (*result.solved, *more) if solved is not best),
+        key=lambda solved: solved.step_s,
+    )
+    found = [_simulated(solved) for solved in simulated[:NUM_ALTERNATIVES]]
+    told = {_family(solved.candidate) for solved in more}
+    for bound, candidate in open_families(result):
+        if _family(candidate) not in told:
+            found.append(
+                Alternative(
+                    description=str(candidate),
+                    step_s=None,
+                    bound_s=bound,
+                    reason=f"proved to take at least {bound:.4g} s",
+                )
+            )
+    return tuple(found[:NUM_ALTERNATIVES])
+
+
+def _simulated(solved: Solved) -> Alternative:
+    ranks = rank_predictions(solved)
+    return Alternative(
+        description=str(solved.candidate),
+        step_s=solved.step_s,
+        reason="simulated",
+        seconds_by_cause=critical_of(ranks).seconds_by_cause,
+        bytes_by_cause=fullest_of(ranks).bytes_by_cause,
+    )
+
+
+def open_families(result: SearchResult) -> list[tuple[float, Candidate]]:
+    """Candidates that were bounded and not solved, lowest bound first: one of each family, and none
+    of a family that was solved.
+    """
+    seen = {_family(solved.candidate) for solved in result.solved}
+    found: list[tuple[float, Candidate]] = []
+    for bound, candidate in result.open_bounds:
+        if math.isfinite(bound) and _family(candidate) not in seen:
+            seen.add(_family(candidate))
+            found.append((bound, candidate))
+    return found
+
+
+def _family(candidate: Candidate) -> tuple[int, int, int]:
+    return candidate.pp, candidate.tp, candidate.zero_stage
+
+
+def search_report(
+    result: SearchResult, best: Solved, candidates: Sequence[Candidate]
+) -> SearchReport:
+    """What became of ``candidates``, those of the search."""
+    bounds = {**dict.fromkeys(candidates, math.inf), **result.bounds}
+    fates = dict.fromkeys(FATES, 0)
+    for bound, step, candidate in result.left:
+        bounds[candidate] = bound
+        if not math.isfinite(bound):
+            fates["no_memory"] += 1
+        elif bound < best.step_s:
+            fates["not_reached"] += 1
+        else:
+            fates["roofline" if step == 1 else "stages"] += 1
+    fates["no_layout"] = len(result.unsettled)
+    fates["solved"] = len(candidates) - sum(fates.values())
+    return SearchReport(fates=fates, values=tuple(_values(result, best, bounds)))
+
+
+def _values(
+    result: SearchResult, best: Solved, bounds: dict[Candidate, float]
+) -> Iterable[DecisionValue]:
+    """Of each decision that has several values."""
+    for field in fields(Candidate):
+        if field.name in _DERIVED:
+            continue
+        by_value: dict[object, list[float]] = {}
+        for candidate, bound in bounds.items():
+            by_value.setdefault(getattr(candidate, field.name), []).append(bound)
+        if len(by_value) == 1:
+            continue
+        for value in sorted(by_value, key=_order):
+            steps = [s.step_s for s in result.solved if getattr(s.candidate, field.name) == value]
+            bound = min(by_value[value])
+            yield DecisionValue(
+                decision=field.name,
+                value=str(value),
+                num_candidates=len(by_value[value]),
+                bound_s=bound if math.isfinite(bound) else None,
+                step_s=min(steps, default=None),
+                chosen=getattr(best.candidate, field.name) == value,
+            )
+
+
+def _order(value: object) -> tuple[int, int, str]:
+    """Numbers by size, and before what is no number."""
+    return (0, value, "") if isinstance(value, int) else (1, 0, str(value))
