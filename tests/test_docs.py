@@ -133,7 +133,9 @@ def test_the_command_line_reference_has_every_command_and_no_other() -> None:
     assert set(re.findall(r"^## autopar (\w+)", text, re.M)) == set(_commands())
 
 
-@pytest.mark.parametrize("command", ["plan", "ops", "explain", "run", "calibrate", "schema"])
+@pytest.mark.parametrize(
+    "command", ["plan", "ops", "explain", "diff", "run", "calibrate", "schema"]
+)
 def test_the_command_line_reference_has_every_option_and_no_other(command: str) -> None:
     text = (DOCS / "reference" / "cli.md").read_text()
     section = re.split(r"^## ", text.partition(f"## autopar {command}")[2], flags=re.M)[0]

@@ -2,6 +2,7 @@
 
 from autopar.api.compiled import CompiledModel, compile, compile_plan
 from autopar.api.data import synthetic_batches, vocabulary_size
+from autopar.api.diff import diff
 from autopar.api.estimate import Estimate, estimate
 from autopar.api.estimate_rows import RowProgress, estimate_rows
 from autopar.api.files import cannot_write, check_writable, write_text
@@ -9,6 +10,7 @@ from autopar.api.ops import ops
 from autopar.api.planning import plan, plan_source
 from autopar.api.simulation import simulate
 from autopar.ir.plan import Plan, read_plan
+from autopar.ir.plan_diff import PlanDiff
 from autopar.ir.rules.custom import register_rule
 from autopar.solver.coverage import Coverage, OpUse
 from autopar.solver.hardware import Cluster
@@ -22,12 +24,14 @@ __all__ = [
     "Estimate",
     "OpUse",
     "Plan",
+    "PlanDiff",
     "RowProgress",
     "Simulation",
     "cannot_write",
     "check_writable",
     "compile",
     "compile_plan",
+    "diff",
     "estimate",
     "estimate_rows",
     "ops",

@@ -101,9 +101,7 @@ def estimate(
         CaptureError: The model cannot be captured.
     """
     check_names("estimate", arguments, EstimateArguments)
-    request = open_request(
-        model, cluster, only(OpenArguments, {**arguments, "pin": layout})
-    )
+    request = open_request(model, cluster, only(OpenArguments, {**arguments, "pin": layout}))
     found = solver_estimate.estimate(
         capture_request(request),
         cluster,

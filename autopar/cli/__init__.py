@@ -95,6 +95,14 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
     _add_explain_arguments(commands.add_parser("explain", help="say a plan in words"))
+    _add_diff_arguments(
+        commands.add_parser(
+            "diff",
+            help="say what differs between two plans",
+            description="Say what differs between two plans: decisions, and time and memory by "
+            "cause side by side.",
+        )
+    )
     _add_simulate_arguments(
         commands.add_parser(
             "simulate",
@@ -230,6 +238,12 @@ def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print what the explanation is made of as JSON",
     )
+
+
+def _add_diff_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("one", type=Path, metavar="A.json")
+    parser.add_argument("other", type=Path, metavar="B.json")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def _add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
