@@ -76,14 +76,16 @@ class PlanDiff:
 
 def diff_plans(one: Plan, other: Plan, *, names: tuple[str, str] = ("a", "b")) -> PlanDiff:
     """What differs between two plans, whatever models and clusters they are for."""
-    predictions = one.prediction, other.prediction
+    first, second = one.prediction, other.prediction
     return PlanDiff(
         names=names,
         notes=tuple(_notes(one, other)),
         decisions=tuple(_decisions(one, other)),
         numbers=tuple(_numbers(one, other)),
-        seconds_by_cause=_beside(*(found.critical.seconds_by_cause for found in predictions)),
-        bytes_by_cause=_beside(*(found.fullest.bytes_by_cause for found in predictions)),
+        seconds_by_cause=_beside(
+            first.critical.seconds_by_cause, second.critical.seconds_by_cause, 0.0
+        ),
+        bytes_by_cause=_beside(first.fullest.bytes_by_cause, second.fullest.bytes_by_cause, 0),
     )
 
 
@@ -204,11 +206,13 @@ def _num_gpus(plan: Plan) -> int:
 
 
 def _beside(
-    one: Mapping[str, Number], other: Mapping[str, Number]
+    one: Mapping[str, Number], other: Mapping[str, Number], nothing: Number
 ) -> dict[str, tuple[Number, Number]]:
     """Both by cause, the largest first."""
     causes = dict.fromkeys((*one, *other))
-    found = {cause: (one.get(cause, 0), other.get(cause, 0)) for cause in causes}
+    found: dict[str, tuple[Number, Number]] = {
+        cause: (one.get(cause, nothing), other.get(cause, nothing)) for cause in causes
+    }
     return dict(sorted(found.items(), key=lambda pair: -max(pair[1])))
 
 
