@@ -22,9 +22,10 @@ from autopar.solver.facts import BlockCosts
 from autopar.solver.hardware import Cluster
 from autopar.solver.layout.check import kind_costs
 from autopar.solver.layout.costing import Coster
-from autopar.solver.layout.decode import AxisTyping, axis_typing
+from autopar.solver.layout.decode import axis_typing
 from autopar.solver.layout.make import make_problem
 from autopar.solver.layout.model_facts import ModelFacts
+from autopar.solver.layout.outer import AxisTyping
 from autopar.solver.layout.problem import KindCost, Problem, Solution, all_blocks_once
 from autopar.solver.layout.solve import solve_problem
 from autopar.solver.layout.state import AxisRule

@@ -18,7 +18,6 @@ from autopar.ir.recompute import recomputed_nodes
 from autopar.solver.bounds import StageTimes
 from autopar.solver.candidates import Way
 from autopar.solver.costs.comm import Links, group_of
-from autopar.solver.costs.fusion import node_styles
 from autopar.solver.costs.kernels import Kernels
 from autopar.solver.facts import (
     BlockCosts,
@@ -249,7 +248,7 @@ def layout_coster(
         group_of(cluster, size=tp, stride=1),
         micro_batch_size,
         reduce_itemsize,
-        node_styles(facts.model.kinds.values(), kernels),
+        facts.styles(kernels),
         _computed_again(facts.model, way.recompute, kernels),
     )
 

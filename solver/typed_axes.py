@@ -18,10 +18,10 @@ from autopar.solver.costs.kernels import Kernels
 from autopar.solver.hardware import Cluster
 from autopar.solver.layout.axis_comm import axis_comm
 from autopar.solver.layout.costing import Coster
-from autopar.solver.layout.decode import AxisTyping, axis_typing
+from autopar.solver.layout.decode import axis_typing
 from autopar.solver.layout.make import make_problem
 from autopar.solver.layout.model_facts import ModelFacts
-from autopar.solver.layout.outer import OuterAxes, OuterAxis
+from autopar.solver.layout.outer import AxisTyping, OuterAxes, OuterAxis
 from autopar.solver.layout.problem import TIE_BREAK_S_PER_BYTE, MoveCost, all_blocks_once
 from autopar.solver.layout.solve import solve_problem
 from autopar.solver.layout.state import AxisRule
@@ -38,6 +38,7 @@ class TypedAxes:
     cluster: Cluster
     _context: dict[tuple[int, int], AxisTyping] = field(default_factory=dict)
     _expert: dict[int, AxisTyping] = field(default_factory=dict)
+    _outer: dict[tuple[int, int], OuterAxes] = field(default_factory=dict)
 
     def typings(self, *, cp: int, ep: int) -> dict[str, AxisTyping]:
         """Typings of those of the two axes that have several ranks, by name."""
@@ -50,7 +51,10 @@ class TypedAxes:
 
     def outer(self, *, cp: int, ep: int) -> OuterAxes:
         """What the two axes leave of a model to the tensor axis."""
-        return OuterAxes(tuple(_axes(self.typings(cp=cp, ep=ep), cp=cp, ep=ep).values()))
+        if (cp, ep) not in self._outer:
+            axes = _axes(self.typings(cp=cp, ep=ep), cp=cp, ep=ep)
+            self._outer[cp, ep] = OuterAxes(tuple(axes.values()))
+        return self._outer[cp, ep]
 
     def comm(
         self, *, cp: int, ep: int, tp: int, micro_batch_size: int, tensor: AxisTyping

@@ -13,8 +13,7 @@ from autopar.ir.layout import operands_of
 from autopar.ir.rules.core import Option
 from autopar.ir.typecheck import is_op
 from autopar.solver.layout.costing import Coster
-from autopar.solver.layout.decode import AxisTyping
-from autopar.solver.layout.outer import OuterAxes
+from autopar.solver.layout.outer import AxisTyping, OuterAxes
 from autopar.solver.layout.problem import MoveCost
 
 

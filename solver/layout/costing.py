@@ -26,6 +26,9 @@ _FEW_RUNS = 16
 """Shards of so few contiguous runs are sent from and received in place, in one call."""
 
 
+_ALL_PLAIN: Mapping[fx.Node, NodeStyle] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class OpSeconds:
     """Seconds of an op under an option, and of the collectives inside its local form."""
@@ -51,7 +54,7 @@ class Coster:
     group: Group
     batch: int
     reduce_itemsize: int = 4
-    styles: Mapping[fx.Node, NodeStyle] = field(default_factory=dict, repr=False)
+    styles: Mapping[fx.Node, NodeStyle] = field(default_factory=lambda: _ALL_PLAIN, repr=False)
     again: frozenset[fx.Node] = field(default=frozenset(), repr=False)
     _shapes: dict[int, tuple[TensorInfo, Shape]] = field(default_factory=dict, repr=False)
 

@@ -12,10 +12,8 @@ from autopar.ir.layout import Layout, NodeTyping
 from autopar.ir.mesh import LAYOUT_AXES
 from autopar.ir.placement import INVARIANT, Placement, State
 from autopar.solver.layout.classes import Classes
+from autopar.solver.layout.outer import AxisTyping
 from autopar.solver.layout.problem import Problem, Solution
-
-AxisTyping = Mapping[str, Mapping[str, tuple[tuple[State, ...], tuple[State, ...]]]]
-"""Kind → node → states of its operands and of its results, on one axis."""
 
 
 def axis_typing(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from torch import fx
@@ -13,8 +12,8 @@ from autopar.ir.rules.core import Option
 from autopar.solver.costs.saved import Saved, own_bytes, saved_for_backward
 from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.draft import Draft
+from autopar.solver.layout.frame import FrameHeld, KeptInside, KeptValue
 from autopar.solver.layout.outer import NodeView
-from autopar.solver.layout.problem import Held
 
 
 class KeptTensors:
@@ -25,7 +24,7 @@ class KeptTensors:
 
     def __init__(self, coster: Coster, drafts: Sequence[Draft]) -> None:
         self.coster, self.drafts = coster, drafts
-        self.tensors: list[Held] = []
+        self.tensors: list[FrameHeld] = []
         self._numbers: dict[tuple[int, State, float], int] = {}
         self._made_again: set[int] = set()
         self._looks_at: dict[tuple[int, State], tuple[int, State]] = {}
@@ -63,11 +62,11 @@ class KeptTensors:
         if own:
             numbers[len(self.tensors)] = None
             self.tensors.append(
-                Held(
+                FrameHeld(
                     kind=self.drafts[results[0]].kind,
-                    num_bytes=math.ceil(own),
                     tensor=-len(self.tensors) - 1,
                     moved=None,
+                    what=KeptInside(node=node, view=view, option=option),
                 )
             )
         return tuple(number for number in numbers if number is not None)
@@ -105,8 +104,6 @@ class KeptTensors:
             if draft.role is Role.PARAMETER:
                 moved = (value, tuple(draft.demanded).index(state))
             self._numbers[key] = len(self.tensors)
-            num_bytes = math.ceil(self.coster.bytes(draft.tensor, state) * copies)
-            self.tensors.append(
-                Held(kind=draft.kind, num_bytes=num_bytes, tensor=value, moved=moved)
-            )
+            what = KeptValue(tensor=draft.tensor, state=state, copies=copies)
+            self.tensors.append(FrameHeld(kind=draft.kind, tensor=value, moved=moved, what=what))
         return self._numbers[key]

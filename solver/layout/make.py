@@ -1,9 +1,12 @@
-"""From a model to the problem of an axis: options and costs of every op, moves of every value."""
+"""From a model to the problem of an axis: the options of every op, the moves of every value.
+
+What does not depend on costs is made once for all micro-batch sizes: see ``frame``.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 from torch import fx
 
@@ -12,22 +15,22 @@ from autopar.ir.layout import operands_of
 from autopar.ir.placement import INVARIANT, REPLICATED, State
 from autopar.ir.rules.core import Option, Rule, normal_state
 from autopar.ir.typecheck import kind_options
-from autopar.solver.costs.families import Family, family_of
+from autopar.solver.costs.families import Family, copies, family_of
 from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.draft import Draft
+from autopar.solver.layout.frame import (
+    ClassRole,
+    Delivery,
+    Frame,
+    FrameClass,
+    FrameOp,
+    FrameValue,
+)
 from autopar.solver.layout.kept import KeptTensors
 from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.outer import NodeView, OuterAxes
-from autopar.solver.layout.problem import (
-    ClassRole,
-    Delivery,
-    MoveCost,
-    Op,
-    OpOption,
-    Problem,
-    StateClass,
-    Value,
-)
+from autopar.solver.layout.price import price
+from autopar.solver.layout.problem import Problem
 from autopar.solver.layout.state import AxisRule, grows, is_positions
 from autopar.solver.layout.stream import residual_stream
 
@@ -39,7 +42,26 @@ def make_problem(
 
     ``outer`` are the axes that are typed already.
     """
-    return _Maker(facts, axis, coster, outer or OuterAxes()).problem()
+    return price(_frame(facts, axis, coster, outer or OuterAxes()), coster)
+
+
+def _frame(facts: ModelFacts, axis: AxisRule, coster: Coster, outer: OuterAxes) -> Frame:
+    """The frame of these axes and this way of computing, made once.
+
+    Options of an axis that shares the batch may depend on it: not every size divides.
+    """
+    key = (
+        axis,
+        coster.group.size,
+        coster.batch if axis.shards_batch else None,
+        tuple((other.size, other.divides_batch, id(other.typing)) for other in outer.axes),
+        id(coster.styles),
+        coster.again,
+    )
+    if key not in facts.frames:
+        frame = _Maker(facts, axis, coster, outer).frame()
+        facts.frames[key] = (frame, coster.styles)  # kept alive, as the key has their ids
+    return facts.frames[key][0]
 
 
 class _Maker:
@@ -52,21 +74,22 @@ class _Maker:
         self.options: dict[tuple[str, str], tuple[Option, ...]] = {}
         self.views_of_matrices: set[tuple[int, str]] = set()
         self.streams: dict[str, frozenset[fx.Node]] = {}
+        self.twins: dict[Hashable, int] = {}
 
-    def problem(self) -> Problem:
+    def frame(self) -> Frame:
         for index, kind in enumerate(self.model.kinds.values()):
             self.read_kind(index, kind)
         classes = self.state_classes()
-        ops = [
-            self.op(index, kind, node)
-            for index, kind in enumerate(self.model.kinds.values())
-            for node in kind.graph.nodes
-            if (kind.name, node.name) in self.options
-        ]
+        ops: list[FrameOp] = []
+        for index, kind in enumerate(self.model.kinds.values()):
+            for node in kind.graph.nodes:
+                if (kind.name, node.name) in self.options:
+                    ops.append(self.op(len(ops), index, kind, node))
         counts = self.model.multiplicity()
-        return Problem(
+        return Frame(
             axis=self.axis.name,
-            axis_size=self.coster.group.size,
+            size=self.coster.group.size,
+            outer=self.outer,
             kinds=tuple(self.model.kinds),
             counts=tuple(counts[name] for name in self.model.kinds),
             values=tuple(map(self.value, self.drafts)),
@@ -169,7 +192,7 @@ class _Maker:
             for output, node in enumerate(kind.outputs)
         ]
 
-    def state_classes(self) -> tuple[StateClass, ...]:
+    def state_classes(self) -> tuple[FrameClass, ...]:
         """States of each class: all in which members are produced or demanded, and that divide."""
         classes = self.facts.classes
         tensors: dict[int, TensorInfo] = {}
@@ -191,7 +214,7 @@ class _Maker:
                 outer[number] = handed_on.states[index]
                 roles[number] = Role.ACTIVATION
                 states[number].update(value.states)
-        made: list[StateClass] = []
+        made: list[FrameClass] = []
         for number in range(classes.num):
             chosen = self.class_states(
                 number, roles[number], tensors[number], states[number], outer[number]
@@ -264,34 +287,33 @@ class _Maker:
 
     def state_class(
         self, number: int, role: Role, tensor: TensorInfo, states: tuple[State, ...]
-    ) -> StateClass:
+    ) -> FrameClass:
         roles = {Role.PARAMETER: ClassRole.PARAMETER, Role.ACTIVATION: ClassRole.BOUNDARY}
         members = len(self.facts.classes.parameters[number]) if role is Role.PARAMETER else 0
-        return StateClass(
+        return FrameClass(
             role=roles.get(role, ClassRole.INPUT),
+            tensor=tensor,
             states=states,
-            step_s=tuple(
-                members * self.coster.parameter_step_seconds(tensor, state) for state in states
-            ),
-            numel=tuple(self.coster.numel(tensor, state) for state in states),
             num_members=members,
         )
 
-    def value(self, draft: Draft) -> Value:
+    def value(self, draft: Draft) -> FrameValue:
         states, demanded = tuple(draft.states), tuple(draft.demanded)
-        moves: dict[tuple[int, int], MoveCost] = {
-            (i, j): self.coster.move(draft.tensor, source, target)
-            for i, source in enumerate(states)
-            for j, target in enumerate(demanded)
-            if not self.used_as_stored(draft) or source == target
-        }
-        return Value(
+        as_stored = self.used_as_stored(draft)
+        return FrameValue(
             kind=draft.kind,
             node=draft.node,
             result=draft.result,
+            tensor=draft.tensor,
+            role=draft.role,
             states=states,
             demanded=demanded,
-            moves=moves,
+            moves=tuple(
+                (i, j)
+                for i, source in enumerate(states)
+                for j, target in enumerate(demanded)
+                if not as_stored or source == target
+            ),
             state_class=draft.state_class,
         )
 
@@ -301,35 +323,51 @@ class _Maker:
             return (draft.kind, draft.node) in self.views_of_matrices
         return draft.state_class in self.facts.matrices and self.facts.uses[draft.state_class] == 1
 
-    def op(self, index: int, kind: BlockKind, node: fx.Node) -> Op:
+    def op(self, number: int, index: int, kind: BlockKind, node: fx.Node) -> FrameOp:
         operands = tuple(self.value_of(kind, operand) for operand in operands_of(node))
         results = tuple(
             self.number[kind.name, node.name, result] for result in range(len(info(node).tensors))
         )
-        options = []
         view = self.outer.view(kind, node)
-        if node in self.coster.again and family_of(node) is not Family.VIEW:
+        is_view = family_of(node) is Family.VIEW
+        if node in self.coster.again and not is_view:
             self.kept.note_made_again(results)
+        held = []
         for option in self.options[kind.name, node.name]:
-            seconds = self.coster.op(node, view, option)
-            if family_of(node) is Family.VIEW and len(operands) == 1:
+            if is_view and len(operands) == 1:
                 for result, state in zip(results, option.results, strict=True):
                     self.kept.note_view(result, state, operands[0], option.operands[0])
-            options.append(
-                OpOption(
-                    option=option,
-                    forward_s=seconds.forward_s,
-                    backward_s=seconds.backward_s,
-                    forward_comm_s=seconds.forward_comm_s,
-                    backward_comm_s=seconds.backward_comm_s,
-                    forward_launch_s=seconds.forward_launch_s,
-                    backward_launch_s=seconds.backward_launch_s,
-                    transient_bytes=self.coster.transient_bytes(node, view, option),
-                    held=self.kept.by(node, view, option, operands, results),
-                )
-            )
-        return Op(
-            kind=index, node=node.name, operands=operands, results=results, options=tuple(options)
+            held.append(self.kept.by(node, view, option, operands, results))
+        return FrameOp(
+            kind=index,
+            node=node,
+            view=view,
+            operands=operands,
+            results=results,
+            options=self.options[kind.name, node.name],
+            held=tuple(held),
+            twin=self.twins.setdefault(self.signature(kind, node, view), number),
+        )
+
+    def signature(self, kind: BlockKind, node: fx.Node, view: NodeView) -> Hashable:
+        """Equal for ops that cost the same in every option: all that costs are made of."""
+        arguments = fx.node.map_aggregate(
+            (node.args, dict(node.kwargs)),
+            lambda part: info(part).tensors if isinstance(part, fx.Node) else part,
+        )
+        return (
+            node.target,
+            str(arguments),
+            info(node).tensors,
+            view.operands,
+            view.results,
+            view.states,
+            view.imbalance,
+            view.dispatch,
+            copies(node),
+            self.coster.style(node),
+            node in self.coster.again,
+            self.options[kind.name, node.name],
         )
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
 
 from autopar.ir.graph import ModelGraph, Role, info
+from autopar.ir.kernels import KernelSet
 from autopar.ir.layout import operands_of
 from autopar.ir.placement import sharded
 from autopar.ir.rules.attention import CAUSAL_HELPER
 from autopar.ir.typecheck import KindRules, kind_rules
+from autopar.solver.costs.fusion import NodeStyle, node_styles
 from autopar.solver.layout.classes import Classes, state_classes
+from autopar.solver.layout.frame import Frame
 from autopar.solver.layout.state import AxisRule
 
 
@@ -29,6 +34,7 @@ class ModelFacts:
         experts: Classes of the weights of routed experts, of which dim 0 are the experts.
         num_experts: What an expert axis has to divide; 0 without routed experts.
         positions: Sizes of the dims along which causal attention can be split.
+        frames: Choices on an axis that were made already, by what they depend on.
     """
 
     model: ModelGraph
@@ -39,6 +45,14 @@ class ModelFacts:
     experts: frozenset[int]
     num_experts: int
     positions: frozenset[int]
+    frames: dict[Hashable, tuple[Frame, object]] = field(default_factory=dict, repr=False)
+    _styles: dict[KernelSet, Mapping[fx.Node, NodeStyle]] = field(default_factory=dict, repr=False)
+
+    def styles(self, kernels: KernelSet) -> Mapping[fx.Node, NodeStyle]:
+        """The style of every op under ``kernels``; the same object for the same question."""
+        if kernels not in self._styles:
+            self._styles[kernels] = node_styles(self.model.kinds.values(), kernels)
+        return self._styles[kernels]
 
     def rules_on(self, axis: AxisRule, kind: str, num_ranks: int) -> KindRules:
         """The rules of a kind on an axis.

@@ -7,7 +7,7 @@ tensor axis. A problem sees its tensors as the ranks of all other axes hold them
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,8 +17,10 @@ from autopar.ir.graph import BATCH, BlockKind, TensorInfo, info
 from autopar.ir.layout import operands_of
 from autopar.ir.placement import State
 from autopar.ir.rules.call import Call
-from autopar.solver.layout.decode import AxisTyping
 from autopar.solver.layout.state import grows
+
+AxisTyping = Mapping[str, Mapping[str, tuple[tuple[State, ...], tuple[State, ...]]]]
+"""Kind → node → states of its operands and of its results, on one axis."""
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 

@@ -18,19 +18,11 @@ or an activation wherever blocks hand it on. A *value* is a result of an op, or 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, field
 
 from autopar.ir.placement import State
 from autopar.ir.rules.core import Option
-
-
-class ClassRole(Enum):
-    """What the members of a class are."""
-
-    PARAMETER = "parameter"
-    BOUNDARY = "boundary"
-    INPUT = "input"  # inputs and constants of the model
+from autopar.solver.layout.frame import ClassRole, Delivery, Frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,27 +119,40 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delivery:
-    """Block result: the value is handed on in the state of the class."""
-
-    kind: int
-    value: int
-    state_class: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """All choices on one axis, for one copy of each kind of block."""
+    """All choices on one axis, for one copy of each kind of block, with their costs.
 
-    axis: str
-    axis_size: int
-    kinds: tuple[str, ...]
-    counts: tuple[int, ...]
+    Attributes:
+        frame: The choices by themselves, which problems of other micro-batch sizes share.
+    """
+
+    frame: Frame = field(repr=False)
     values: tuple[Value, ...]
     ops: tuple[Op, ...]
     classes: tuple[StateClass, ...]
     held: tuple[Held, ...]
-    deliveries: tuple[Delivery, ...]
+
+    @property
+    def axis(self) -> str:
+        return self.frame.axis
+
+    @property
+    def axis_size(self) -> int:
+        return self.frame.size
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names of the kinds, in order of the model."""
+        return self.frame.kinds
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of blocks of each kind."""
+        return self.frame.counts
+
+    @property
+    def deliveries(self) -> tuple[Delivery, ...]:
+        return self.frame.deliveries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
