@@ -351,10 +351,7 @@ class _Maker:
 
     def signature(self, kind: BlockKind, node: fx.Node, view: NodeView) -> Hashable:
         """Equal for ops that cost the same in every option: all that costs are made of."""
-        arguments = fx.node.map_aggregate(
-            (node.args, dict(node.kwargs)),
-            lambda part: info(part).tensors if isinstance(part, fx.Node) else part,
-        )
+        arguments = fx.map_arg((node.args, node.kwargs), lambda operand: str(info(operand).tensors))
         return (
             node.target,
             str(arguments),
