@@ -109,7 +109,7 @@ class FrameHeld:
     what: KeptValue | KeptInside
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Frame:
     """All choices on an axis of ``size`` ranks. ``outer`` are the axes that are typed already."""
 

@@ -1,0 +1,324 @@
+"""The objective of a problem as a sum of tables, for ``eliminate``.
+
+The variables are those of the formulation in ``build`` that choose: the option of each op, then
+the state of each class. Values, moves and kept tensors follow from them: what is moved and kept is
+a table over the op or class that makes a value and those that take it. Which costs are in which
+cell is the same for every problem of a frame, so that the tables of a problem are one product of a
+sparse 0/1 matrix with its costs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.solver.layout.eliminate import Elimination, Floats, Scope, plan_elimination
+from autopar.solver.layout.frame import Frame
+from autopar.solver.layout.problem import Problem, Weights
+
+Bools = NDArray[np.bool_]
+
+_MOST_CELLS = 1_000_000
+"""Cells of the largest table that is made at the start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tables:
+    """Where the costs of a frame's problems go.
+
+    Attributes:
+        shapes: Of the tables, which lie one after the other.
+        cells, costs: Cell ``cells[i]`` has cost number ``costs[i]``, for every i.
+        impossible: Cells in which a value would be moved in a way that there is not.
+        elimination: None where it takes too much.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    cells: NDArray[np.intp]
+    costs: NDArray[np.intp]
+    impossible: NDArray[np.intp]
+    elimination: Elimination | None
+
+
+_known: weakref.WeakKeyDictionary[Frame, dict[frozenset[int], Tables]] = weakref.WeakKeyDictionary()
+
+
+def tables_of(frame: Frame, kinds: Iterable[int] | None = None) -> Tables:
+    """The tables of some kinds, by default of all; made once."""
+    chosen = frozenset(range(len(frame.kinds)) if kinds is None else kinds)
+    known = _known.setdefault(frame, {})
+    if chosen not in known:
+        known[chosen] = _Maker(frame, chosen).tables()
+    return known[chosen]
+
+
+def fill(tables: Tables, costs: Floats) -> list[Floats]:
+    """The tables with these costs (``cost_vector``)."""
+    sizes = [int(np.prod(shape)) for shape in tables.shapes]
+    flat = np.bincount(tables.cells, weights=costs[tables.costs], minlength=sum(sizes))
+    flat[tables.impossible] = np.inf
+    parts = np.split(flat, np.cumsum(sizes)[:-1]) if sizes else []
+    return [part.reshape(shape) for part, shape in zip(parts, tables.shapes, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Costs:
+    """The numbers of a problem, in the order of its options, moves, kept tensors and classes."""
+
+    kind: NDArray[np.intp]  # of options and moves
+    forward_s: Floats
+    backward_s: Floats
+    held_kind: NDArray[np.intp]
+    held_bytes: Floats
+    step_s: Floats
+    numel: Floats
+    state_class: NDArray[np.intp]
+
+
+def costs_of(problem: Problem) -> Costs:
+    """The numbers of a problem as vectors."""
+    options = [(op.kind, option) for op in problem.ops for option in op.options]
+    moves = [(value.kind, move) for value in problem.values for move in value.moves.values()]
+    both = [*options, *moves]
+    return Costs(
+        kind=np.array([kind for kind, _ in both], dtype=np.intp),
+        forward_s=np.array([cost.forward_s for _, cost in both]),
+        backward_s=np.array([cost.backward_s for _, cost in both]),
+        held_kind=np.array([held.kind for held in problem.held], dtype=np.intp),
+        held_bytes=np.array([float(held.num_bytes) for held in problem.held]),
+        step_s=np.array([seconds for found in problem.classes for seconds in found.step_s]),
+        numel=np.array([float(numel) for found in problem.classes for numel in found.numel]),
+        state_class=np.array(
+            [index for index, found in enumerate(problem.classes) for _ in found.states],
+            dtype=np.intp,
+        ),
+    )
+
+
+def cost_vector(costs: Costs, weights: Weights) -> Floats:
+    """What each option, move, kept tensor and state of a class adds to the objective."""
+    forward, backward = np.array(weights.forward), np.array(weights.backward)
+    parameters = np.array(weights.parameters)
+    return np.concatenate(
+        [
+            forward[costs.kind] * costs.forward_s + backward[costs.kind] * costs.backward_s,
+            np.array(weights.held)[costs.held_kind] * costs.held_bytes,
+            weights.step * costs.step_s + parameters[costs.state_class] * costs.numel,
+        ]
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Draft:
+    """A table in the making."""
+
+    shape: tuple[int, ...]
+    cells: list[NDArray[np.intp]] = field(default_factory=list)
+    costs: list[NDArray[np.intp]] = field(default_factory=list)
+    impossible: list[NDArray[np.intp]] = field(default_factory=list)
+
+    def add(self, where: Bools, cost: int) -> None:
+        """``cost`` in all cells where ``where``, which is broadcast, is true."""
+        cells = np.flatnonzero(np.broadcast_to(where, self.shape))
+        self.cells.append(cells)
+        self.costs.append(np.full(len(cells), cost, dtype=np.intp))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Taker:
+    """Who takes or makes a value: a variable, and the index of the state that each choice of it
+    means.
+    """
+
+    variable: int
+    states: tuple[int, ...]
+
+
+class _Maker:
+    def __init__(self, frame: Frame, kinds: frozenset[int]) -> None:
+        self.frame, self.kinds = frame, kinds
+        self.num_ops = len(frame.ops)
+        self.domains = [
+            *(len(op.options) for op in frame.ops),
+            *(max(1, len(found.states)) for found in frame.classes),
+        ]
+        self.drafts: dict[Scope, _Draft] = {}
+        self.too_large = False
+        sizes = [sum(len(op.options) for op in frame.ops)]
+        sizes.append(sum(len(value.moves) for value in frame.values))
+        sizes.append(len(frame.held))
+        self.first_move, self.first_held, self.first_state = itertools.accumulate(sizes)
+
+    def tables(self) -> Tables:
+        self.add_options()
+        self.add_states()
+        makers = self.makers()
+        self.add_moves(makers)
+        self.add_held(makers)
+        scopes = list(self.drafts)
+        plan = None if self.too_large else plan_elimination(self.domains, scopes)
+        offset = 0
+        cells: list[NDArray[np.intp]] = []
+        costs: list[NDArray[np.intp]] = []
+        impossible: list[NDArray[np.intp]] = []
+        for draft in self.drafts.values():
+            cells += [part + offset for part in draft.cells]
+            costs += draft.costs
+            impossible += [part + offset for part in draft.impossible]
+            offset += int(np.prod(draft.shape))
+        return Tables(
+            shapes=tuple(draft.shape for draft in self.drafts.values()),
+            cells=_joined(cells),
+            costs=_joined(costs),
+            impossible=_joined(impossible),
+            elimination=plan,
+        )
+
+    def draft(self, variables: Iterable[int]) -> tuple[Scope, _Draft] | None:
+        """The table of these variables; None if it would be too large."""
+        scope = tuple(sorted(set(variables)))
+        shape = tuple(self.domains[variable] for variable in scope)
+        if int(np.prod(shape)) > _MOST_CELLS:
+            self.too_large = True
+            return None
+        return scope, self.drafts.setdefault(scope, _Draft(shape=shape))
+
+    def add_options(self) -> None:
+        number = 0
+        for variable, op in enumerate(self.frame.ops):
+            if op.kind in self.kinds:
+                found = self.draft([variable])
+                assert found is not None, "an op has few options"
+                for index in range(len(op.options)):
+                    found[1].add(_is(index, len(op.options)), number + index)
+            number += len(op.options)
+
+    def add_states(self) -> None:
+        number = self.first_state
+        for index, state_class in enumerate(self.frame.classes):
+            if state_class.states:
+                found = self.draft([self.num_ops + index])
+                assert found is not None, "a class has few states"
+                for state in range(len(state_class.states)):
+                    found[1].add(_is(state, len(state_class.states)), number + state)
+            number += len(state_class.states)
+
+    def makers(self) -> list[_Taker]:
+        """Who makes each value."""
+        found: dict[int, _Taker] = {}
+        for variable, op in enumerate(self.frame.ops):
+            for position, value in enumerate(op.results):
+                states = self.frame.values[value].states
+                found[value] = _Taker(
+                    variable=variable,
+                    states=tuple(states.index(o.results[position]) for o in op.options),
+                )
+        for number, value in enumerate(self.frame.values):
+            if value.state_class is not None:
+                found[number] = _Taker(
+                    variable=self.num_ops + value.state_class,
+                    states=tuple(range(len(value.states))),
+                )
+        return [found[number] for number in range(len(self.frame.values))]
+
+    def takers(self) -> list[list[_Taker]]:
+        """Who takes each value, and in which of the states in which it is demanded."""
+        found: list[list[_Taker]] = [[] for _ in self.frame.values]
+        for variable, op in enumerate(self.frame.ops):
+            for position, value in enumerate(op.operands):
+                demanded = self.frame.values[value].demanded
+                found[value].append(
+                    _Taker(
+                        variable=variable,
+                        states=tuple(demanded.index(o.operands[position]) for o in op.options),
+                    )
+                )
+        for delivery in self.frame.deliveries:
+            demanded = self.frame.values[delivery.value].demanded
+            states = self.frame.classes[delivery.state_class].states
+            found[delivery.value].append(
+                _Taker(
+                    variable=self.num_ops + delivery.state_class,
+                    states=tuple(map(demanded.index, states)),
+                )
+            )
+        return found
+
+    def add_moves(self, makers: Sequence[_Taker]) -> None:
+        """A move is paid in every cell in which somebody takes the value so."""
+        number = self.first_move
+        for value, maker, takers in zip(self.frame.values, makers, self.takers(), strict=True):
+            moves = {pair: number + index for index, pair in enumerate(value.moves)}
+            number += len(value.moves)
+            if value.kind not in self.kinds or not takers:
+                continue
+            found = self.draft([maker.variable, *(taker.variable for taker in takers)])
+            if found is None:
+                continue
+            scope, draft = found
+            for target in range(len(value.demanded)):
+                taken = self.where_any(scope, takers, target)
+                if not taken.any():
+                    continue
+                for source in range(len(value.states)):
+                    where = taken & self.where(scope, maker, source)
+                    if (source, target) in moves:
+                        draft.add(where, moves[source, target])
+                    else:
+                        draft.impossible.append(np.flatnonzero(np.broadcast_to(where, draft.shape)))
+
+    def add_held(self, makers: Sequence[_Taker]) -> None:
+        """A tensor is kept in every cell in which somebody keeps it."""
+        keepers: dict[int, dict[int, list[int]]] = {}
+        for variable, op in enumerate(self.frame.ops):
+            for option, held in enumerate(op.held):
+                for number in held:
+                    keepers.setdefault(number, {}).setdefault(variable, []).append(option)
+        for number, held in enumerate(self.frame.held):
+            if held.kind not in self.kinds or number not in keepers:
+                continue
+            maker = None if held.moved is None else makers[held.moved[0]]
+            found = self.draft([*keepers[number], *([] if maker is None else [maker.variable])])
+            if found is None:
+                continue
+            scope, draft = found
+            where = self.where_kept(scope, keepers[number])
+            if held.moved is not None and maker is not None:
+                value, target = held.moved
+                state = self.frame.values[value].demanded[target]
+                states = self.frame.values[value].states
+                if state in states:  # kept as it is stored: no other copy
+                    where = where & ~self.where(scope, maker, states.index(state))
+            draft.add(where, self.first_held + number)
+
+    def where(self, scope: Scope, taker: _Taker, state: int) -> Bools:
+        """Cells of a table, to be broadcast, in which ``taker`` means ``state``."""
+        means = np.array([other == state for other in taker.states], dtype=np.bool_)
+        return means.reshape([-1 if variable == taker.variable else 1 for variable in scope])
+
+    def where_any(self, scope: Scope, takers: Iterable[_Taker], state: int) -> Bools:
+        found: Bools = np.zeros((1,) * len(scope), dtype=np.bool_)
+        for taker in takers:
+            found = found | self.where(scope, taker, state)
+        return found
+
+    def where_kept(self, scope: Scope, keepers: Mapping[int, Sequence[int]]) -> Bools:
+        found: Bools = np.zeros((1,) * len(scope), dtype=np.bool_)
+        for variable, options in keepers.items():
+            states = [int(o in options) for o in range(self.domains[variable])]
+            taker = _Taker(variable=variable, states=tuple(states))
+            found = found | self.where(scope, taker, 1)
+        return found
+
+
+def _is(index: int, size: int) -> Bools:
+    return np.arange(size) == index
+
+
+def _joined(parts: Sequence[NDArray[np.intp]]) -> NDArray[np.intp]:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.intp)
