@@ -12,6 +12,7 @@ from autopar.ir.errors import InfeasibleError, InputError
 from autopar.solver.candidates import Candidate, Pins, candidates
 from autopar.solver.cuts import best_cuts
 from autopar.solver.hardware import Cluster
+from autopar.solver.instance import Instance
 from autopar.solver.search import Search
 from autopar.solver.virtual_cuts import virtual_cuts
 
@@ -28,15 +29,11 @@ class _Closest:
     causes: dict[str, int]
 
 
-def infeasible_error(
-    search: Search,
-    tried: Sequence[Candidate],
-    *,
-    global_batch_size: int,
-    pin: Pins,
-) -> InfeasibleError:
+def infeasible_error(instance: Instance) -> InfeasibleError:
     """The error to raise when no candidate fits."""
-    closest = _closest(search, tried)
+    search, pin = instance.search, instance.pin
+    global_batch_size = instance.global_batch_size
+    closest = _closest(search, instance.candidates)
     usable = search.cluster.usable_bytes
     filled = sorted(closest.causes.items(), key=lambda cause: -cause[1])[:4]
     missing = closest.num_bytes - usable

@@ -52,14 +52,17 @@ class Instance:
             pin=self.pin if pin is None else pin,
             progress=self.search.progress,
         )
-        alike = _links_alike(self.cluster, cluster)
-        if _without_links(self.cluster) == _without_links(cluster):
-            inside = min(self.cluster.gpus_per_node, cluster.gpus_per_node)
-            other.search.settings |= {
-                key: setting
-                for key, setting in self.search.settings.items()
-                if alike or (setting.cp * setting.ep == 1 and setting.tp <= inside)
-            }
+        if _without_links(self.cluster) != _without_links(cluster):
+            return other
+        if _links_alike(self.cluster, cluster):
+            other.search.settings = self.search.settings  # what either works out serves both
+            return other
+        inside = min(self.cluster.gpus_per_node, cluster.gpus_per_node)
+        other.search.settings |= {
+            key: setting
+            for key, setting in self.search.settings.items()
+            if setting.cp * setting.ep == 1 and setting.tp <= inside
+        }
         return other
 
 

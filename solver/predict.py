@@ -57,26 +57,32 @@ def model_flops(model: ModelGraph, batch: int) -> float:
     By the custom of the field: causal attention counts like full attention, and its backward
     twice its forward, whatever the kernel repeats.
     """
-    return float(evaluate(_model_flops(model), batch))
+    return float(evaluate(sum(_model_flops(model)), batch))
+
+
+def product_flops(model: ModelGraph, batch: int) -> float:
+    """FLOPs of a step without those of attention kernels, which may skip some: no step has less."""
+    return float(evaluate(_model_flops(model)[0], batch))
 
 
 @functools.lru_cache(maxsize=8)
-def _model_flops(model: ModelGraph) -> Size:
-    """By the batch: summed once for the many layouts of a model."""
-    total: Size = 0
+def _model_flops(model: ModelGraph) -> tuple[Size, Size]:
+    """By the batch, without and of attention: summed once for the many layouts of a model."""
+    products: Size = 0
+    attentions: Size = 0
     counts = model.multiplicity()
     for name, kind in model.kinds.items():
         for node in computing_nodes(kind):
-            forward, backward = op_flops(node)
             attention = forward_work(node, *global_shapes(node)).attention
-            if attention is not None:
-                query, key = global_shapes(node)[0][:2]
-                full = 4 * key[-2]
-                for size in query:
-                    full = full * size
-                forward, backward = full, 2 * full
-            total = total + counts[name] * (forward + backward)
-    return total
+            if attention is None:
+                products = products + counts[name] * sum(op_flops(node))
+                continue
+            query, key = global_shapes(node)[0][:2]
+            full = 4 * key[-2]
+            for size in query:
+                full = full * size
+            attentions = attentions + counts[name] * 3 * full
+    return products, attentions
 
 
 def _action_costs(solved: Solved) -> ActionCosts:

@@ -110,14 +110,38 @@ def solve_instance(
         InfeasibleError: Nothing fits into memory.
     """
     started = time.perf_counter()
-    search, found, facts = instance.search, instance.candidates, instance.facts
+    result = instance.search.run(instance.candidates)
+    if result.best is None:
+        raise infeasible_error(instance)
+    return make_plan(
+        instance,
+        result,
+        solve_s=instance.made_s + time.perf_counter() - started,
+        source=source,
+        describe_moves=describe_moves,
+        what_if=what_if,
+    )
+
+
+def make_plan(
+    instance: Instance,
+    result: SearchResult,
+    *,
+    solve_s: float,
+    source: str | None = None,
+    describe_moves: DescribeMoves | None = None,
+    what_if: bool = False,
+) -> Plan:
+    """The plan of the best that a search found; arguments are those of ``solve``.
+
+    Raises:
+        InputError: A pinned micro-batch leaves a last one that the layout does not fit.
+    """
+    assert result.best is not None
+    best, candidate = result.best, result.best.candidate
+    search, facts = instance.search, instance.facts
     model, cluster, training = facts.model, instance.cluster, instance.training
     global_batch_size, seq_len = instance.global_batch_size, instance.seq_len
-    result = search.run(found)
-    if result.best is None:
-        raise infeasible_error(search, found, global_batch_size=global_batch_size, pin=instance.pin)
-    best, candidate = result.best, result.best.candidate
-    solve_s = instance.made_s + time.perf_counter() - started
     more = solve_runners_up(instance, result, NUM_ALTERNATIVES) if what_if else []
     layout = best_layout(facts, search.data_axis, best)
     mesh = candidate.mesh()
@@ -179,7 +203,7 @@ def solve_instance(
             best, model, cluster, training, global_batch_size=global_batch_size, seq_len=seq_len
         ),
         alternatives=alternatives(result, best, more),
-        search=search_report(result, best, found),
+        search=search_report(result, best, instance.candidates),
         what_if=shadow_prices(instance, best) if what_if else (),
     )
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict, TypeVar, cast
 
 from autopar.capture import Inputs, LossFn
 from autopar.ir.plan import PrecisionName
+from autopar.ir.plan_search import ObjectiveName
 
 OptimizerName = Literal["adamw", "adam", "sgd"]
 Progress = Callable[[str], None]
@@ -78,6 +79,30 @@ class SearchArguments(TypedDict, total=False):
     pin: Mapping[str, int | str] | None
 
 
+class ObjectiveArguments(TypedDict, total=False):
+    """What is to be best, over which GPUs.
+
+    Attributes:
+        objective: ``step_time`` (default): seconds of a step; ``cost``: money per token;
+            ``gpus``: fewest GPUs that meet a deadline; ``training_time``: of a token budget, the
+            batch chosen too unless it is given.
+        gpus: How many GPUs of the cluster's kind, or (fewest, most) to choose from, whatever nodes
+            the cluster has: divisors of a node, and whole nodes. Default: all of the cluster.
+        price_per_gpu_hour: For ``cost``.
+        deadline_s: For ``gpus``: seconds of a step at most; with ``token_budget`` of the training.
+        token_budget: Tokens that a training takes with small batches.
+        critical_batch_size: Sequences of the batch that takes twice as many of them, in twice the
+            fewest steps; default: a training takes its budget with any batch.
+    """
+
+    objective: ObjectiveName
+    gpus: int | tuple[int, int] | None
+    price_per_gpu_hour: float | None
+    deadline_s: float | None
+    token_budget: float | None
+    critical_batch_size: float | None
+
+
 class ReportArguments(TypedDict, total=False):
     """What a plan tells beside its decisions.
 
@@ -90,7 +115,12 @@ class ReportArguments(TypedDict, total=False):
 
 
 class RequestArguments(
-    OptimizerArguments, BatchArguments, SearchArguments, ReportArguments, total=False
+    OptimizerArguments,
+    BatchArguments,
+    SearchArguments,
+    ObjectiveArguments,
+    ReportArguments,
+    total=False,
 ):
     """What is asked for of a model and a cluster."""
 

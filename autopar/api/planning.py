@@ -16,7 +16,9 @@ from autopar.ir.graph import ModelGraph
 from autopar.ir.plan import Plan, PrecisionName
 from autopar.ir.precision import DTYPES
 from autopar.passes import plan_moves
-from autopar.solver import Cluster, solve
+from autopar.solver import Cluster
+from autopar.solver.instance import sequence_length
+from autopar.solver.ranges import solve_range
 
 _log = logging.getLogger("autopar")
 
@@ -24,7 +26,8 @@ _log = logging.getLogger("autopar")
 def plan(
     model: str | Path | nn.Module, cluster: Cluster, **arguments: Unpack[PlanArguments]
 ) -> Plan:
-    """The fastest plan for training ``model`` on ``cluster``.
+    """The best plan for training ``model`` on ``cluster``: of the fastest step, unless another
+    objective is named.
 
     Args:
         model: A Hugging Face config directory or ``config.json``, ``"package.module:function"``, or
@@ -35,7 +38,7 @@ def plan(
     Raises:
         InputError: An argument is wrong, or a pin cannot hold.
         CaptureError: The model cannot be captured.
-        InfeasibleError: No plan fits into memory.
+        InfeasibleError: No plan fits into memory, or meets a deadline.
     """
     check_names("plan", arguments, PlanArguments)
     request = open_request(model, cluster, arguments)
@@ -83,10 +86,10 @@ def solve_request(request: Request, graph: ModelGraph, progress: Progress | None
             request.training.learning_rate,
             "the model's own loss" if request.source.loss_fn is None else "the loss function given",
         )
-    return solve(
+    return solve_range(
         graph,
-        request.cluster,
-        global_batch_size=request.global_batch_size,
+        request.points,
+        request.goal.objective(sequence_length(graph) or 1),
         training=request.training,
         pin=request.pin,
         source=request.source.spec,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
@@ -13,11 +14,13 @@ from torch import nn
 
 from autopar.api.arguments import (
     OPTIMIZER_DEFAULTS,
+    ObjectiveArguments,
     OpenArguments,
     OptimizerArguments,
     RequestArguments,
     only,
 )
+from autopar.api.goal import Goal, clusters_of, make_goal
 from autopar.api.training_pins import training_pins
 from autopar.capture import ModelSource, open_model
 from autopar.ir.errors import InputError
@@ -28,13 +31,21 @@ from autopar.solver.candidates import check_pins
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to plan. ``defaults`` says in words what the user left open, ``pin`` what the solver
-    may not choose.
+    """What to plan.
+
+    Attributes:
+        cluster, global_batch_size: The last of ``points``.
+        points: Clusters with batches to choose from; one, unless more were asked for.
+        goal: What is to be best.
+        pin: What the solver may not choose.
+        defaults: What the user left open, in words.
     """
 
     source: ModelSource
     cluster: Cluster
     global_batch_size: int
+    points: tuple[tuple[Cluster, int], ...]
+    goal: Goal
     seq_len: int | None
     training: TrainingPlan
     pin: Mapping[str, int | str]
@@ -76,9 +87,15 @@ def make_request(
     precision = settings.get("precision")
     gradient_dtype, reduce_dtype = settings.get("gradient_dtype"), settings.get("reduce_dtype")
     global_batch_size, seq_len = given.get("global_batch_size"), given.get("seq_len")
-    if global_batch_size is None:
-        global_batch_size = max(8, cluster.num_gpus)
-        defaults.append(f"global_batch_size {global_batch_size}")
+    for name, value in (("global_batch_size", global_batch_size), ("seq_len", seq_len)):
+        if value is not None and not (isinstance(value, int) and value >= 1):
+            raise InputError(f"{name} is {value}; it must be a whole number, at least 1")
+    goal = make_goal(only(ObjectiveArguments, given), batch_is_given=global_batch_size is not None)
+    clusters = clusters_of(cluster, given.get("gpus"))
+    batches = (global_batch_size,) if global_batch_size is not None else goal.batches()
+    if not batches:
+        batches = (max(8, clusters[-1].num_gpus),)
+        defaults.append(f"global_batch_size {batches[0]}")
     if seq_len is None:
         defaults.append("sequences as long as the model takes")
     if precision is None:
@@ -86,9 +103,6 @@ def make_request(
         defaults.append(f"precision {precision}")
     if gradient_dtype is None:
         gradient_dtype = "float64" if precision == "float64" else "fp32"
-    for name, value in (("global_batch_size", global_batch_size), ("seq_len", seq_len)):
-        if value is not None and not (isinstance(value, int) and value >= 1):
-            raise InputError(f"{name} is {value}; it must be a whole number, at least 1")
     try:
         training = TrainingPlan(
             precision=precision,
@@ -100,17 +114,42 @@ def make_request(
         first = error.errors()[0]
         raise InputError(f"{first['loc'][0]} is {first['input']!r}: {first['msg']}") from None
     _check_training(training)
-    check_pins(layout, cluster, global_batch_size)
+    points = _possible(clusters, batches, layout)
     return Request(
         source=source,
-        cluster=cluster,
-        global_batch_size=global_batch_size,
+        cluster=points[-1][0],
+        global_batch_size=points[-1][1],
+        points=points,
+        goal=goal,
         seq_len=seq_len,
         training=training,
         pin=layout,
         what_if=given.get("what_if", False),
         defaults=tuple(defaults),
     )
+
+
+def _possible(
+    clusters: Sequence[Cluster], batches: Sequence[int], pin: Mapping[str, int | str]
+) -> tuple[tuple[Cluster, int], ...]:
+    """Clusters with batches where the pins can hold, as far as is known before the capture.
+
+    Raises:
+        InputError: They hold nowhere.
+    """
+    found: list[tuple[Cluster, int]] = []
+    refused: InputError | None = None
+    for cluster, batch in itertools.product(clusters, batches):
+        try:
+            check_pins(pin, cluster, batch)
+        except InputError as error:
+            refused = error
+        else:
+            found.append((cluster, batch))
+    if not found:
+        assert refused is not None
+        raise refused
+    return tuple(found)
 
 
 def _check_training(training: TrainingPlan) -> None:

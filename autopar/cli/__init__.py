@@ -15,6 +15,7 @@ from autopar import __version__
 from autopar.ir.errors import AutoparError
 
 PRECISIONS = ("bf16", "fp16", "fp32", "float64")
+OBJECTIVES = ("step_time", "cost", "gpus", "training_time")
 INTEGER_PINS = (
     "tp",
     "pp",
@@ -193,6 +194,32 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-grad-norm", type=float, default=unless, help="0 switches clipping off"
     )
     parser.add_argument("--seed", type=int, default=unless)
+    goal = parser.add_argument_group("what is to be best, over which GPUs")
+    goal.add_argument("--objective", choices=OBJECTIVES, default=unless)
+    goal.add_argument(
+        "--gpus",
+        type=_gpu_range,
+        metavar="N or LOW:HIGH",
+        help="GPUs, or a range of them to choose from, instead of --nodes; default: all",
+    )
+    goal.add_argument(
+        "--price-per-gpu-hour", type=float, metavar="PRICE", help="for --objective cost"
+    )
+    goal.add_argument(
+        "--deadline-s",
+        type=float,
+        metavar="SECONDS",
+        help="for --objective gpus: of a step, or with --token-budget of the training",
+    )
+    goal.add_argument(
+        "--token-budget", type=float, metavar="TOKENS", help="of a training with small batches"
+    )
+    goal.add_argument(
+        "--critical-batch-size",
+        type=float,
+        metavar="SEQUENCES",
+        help="batch at which a training takes twice the fewest steps",
+    )
     parser.add_argument(
         "--what-if",
         action="store_true",
@@ -300,6 +327,11 @@ def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
         help="known hardware, or a file, for what cannot be measured here; default: by device",
     )
     parser.add_argument("--quick", action="store_true", help="measure less: under 20 s")
+
+
+def _gpu_range(text: str) -> int | tuple[int, int]:
+    low, colon, high = text.partition(":")
+    return (int(low), int(high)) if colon else int(low)
 
 
 def _flag(name: str) -> str:

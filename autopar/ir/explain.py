@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from autopar.ir.explain_search import rejected, runners_up, shadow_prices
+from autopar.ir.explain_search import objective, rejected, runners_up, shadow_prices
 from autopar.ir.tables import named_rows
 from autopar.ir.units import bytes_text, seconds_text
 
@@ -20,6 +20,7 @@ def explain(plan: Plan) -> str:
     """The plan as text for a terminal, about a screen long."""
     sections = (
         _summary(plan),
+        objective(plan),
         _decisions(plan),
         _stages(plan),
         time_by_cause(plan.prediction),

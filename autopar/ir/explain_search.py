@@ -6,13 +6,27 @@ import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from autopar.ir.plan_search import FATES, Alternative, DecisionValue
+from autopar.ir.plan_search import (
+    FATES,
+    Alternative,
+    CountPlan,
+    DecisionValue,
+    ObjectiveName,
+    ObjectivePlan,
+)
 from autopar.ir.tables import named_rows
 from autopar.ir.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from autopar.ir.plan import Plan
 
+OBJECTIVES: Mapping[ObjectiveName, str] = {
+    "step_time": "shortest step",
+    "cost": "least cost",
+    "gpus": "fewest GPUs that meet the deadline",
+    "training_time": "shortest training",
+}
+_DAY_S = 86_400
 _NUM_CAUSES = 3
 _SMALL = 0.001
 """Differences below this share of the step are not told."""
@@ -64,6 +78,45 @@ def differences(one: Mapping[str, float], other: Mapping[str, float]) -> dict[st
 def signed_seconds(seconds: float) -> str:
     """``+12.3 ms`` or ``−12.3 ms``."""
     return ("−" if seconds < 0 else "+") + seconds_text(abs(seconds))
+
+
+def objective(plan: Plan) -> str:
+    """What the plan is the best of, and what other GPU counts reach."""
+    found = plan.objective
+    if found is None or (found.name == "step_time" and len(found.by_count) == 1):
+        return ""
+    numbers = ", ".join(f"{name} {value:g}" for name, value in found.settings.items())
+    title = (
+        f"{OBJECTIVES[found.name]}: {_amount(found, found.value)}, at least "
+        f"{_amount(found, found.bound)} over the whole range (gap {found.gap:.2%})"
+    )
+    batches = {count.global_batch_size for count in found.by_count}
+    rows = [
+        (f"{count.num_gpus:,} GPUs", _count(found, count, told=len(batches) > 1))
+        for count in found.by_count
+    ]
+    return "\n".join((title + (f"; {numbers}" if numbers else ""), named_rows(rows)))
+
+
+def _count(found: ObjectivePlan, count: CountPlan, *, told: bool) -> str:
+    batch = f"batch {count.global_batch_size:,}: " if told else ""
+    if count.bound is None:
+        return f"{batch}will not do, or does not fit"
+    least = _amount(found, count.bound)
+    if count.step_s is None:
+        return f"{batch}at least {least}"
+    step = "" if found.name == "step_time" else f"step {seconds_text(count.step_s)}, "
+    value = "too slow" if count.value is None else _amount(found, count.value)
+    return f"{batch}{value} (at least {least}), {step}{count.description}"
+
+
+def _amount(found: ObjectivePlan, value: float) -> str:
+    """A value of the objective with its unit."""
+    if found.name == "training_time":
+        return f"{value / _DAY_S:.4g} days" if value >= _DAY_S else seconds_text(value)
+    if found.name == "step_time":
+        return seconds_text(value)
+    return f"{value:.4g} {found.unit}"
 
 
 def rejected(plan: Plan) -> str:

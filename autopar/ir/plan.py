@@ -18,7 +18,7 @@ from autopar.ir.kernels import DEFAULT_KERNELS
 from autopar.ir.layout import Layout, NodeTyping
 from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, TENSOR_AXIS, Mesh
 from autopar.ir.placement import Placement, parse_state
-from autopar.ir.plan_search import STRICT, Alternative, SearchReport, WhatIf
+from autopar.ir.plan_search import STRICT, Alternative, ObjectivePlan, SearchReport, WhatIf
 
 PLAN_FORMAT: Literal["autopar-plan"] = "autopar-plan"
 PLAN_VERSION: Literal[1] = 1
@@ -288,6 +288,7 @@ class Plan:
     alternatives: tuple[Alternative, ...]
     search: SearchReport | None = None
     what_if: tuple[WhatIf, ...] = ()
+    objective: ObjectivePlan | None = None
 
     def device_mesh(self) -> Mesh:
         """The mesh that the degrees describe."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field
+from typing import Literal
 
 import pydantic
 from pydantic.dataclasses import dataclass
@@ -81,3 +82,40 @@ class WhatIf:
     bound_s: float
     description: str
     same_decisions: bool
+
+
+ObjectiveName = Literal["step_time", "cost", "gpus", "training_time"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class CountPlan:
+    """The best of a number of GPUs (and of a batch, where that was chosen, too).
+
+    ``step_s`` and ``value`` are None where it was bounded and not solved, or nothing was found that
+    will do; ``value`` also where the step takes longer than it may. ``bound`` is that of the
+    objective; None: it cannot do, or nothing fits.
+    """
+
+    num_gpus: int
+    global_batch_size: int
+    step_s: float | None
+    value: float | None
+    bound: float | None
+    description: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class ObjectivePlan:
+    """What the plan is the best of, and what is proved of that over all GPU counts and batches.
+
+    ``unit`` is that of ``value`` and ``bound``; ``gap`` = 1 − bound / value. ``settings`` are the
+    numbers that it was asked for with.
+    """
+
+    name: ObjectiveName
+    unit: str
+    settings: Mapping[str, float]
+    value: float
+    bound: float
+    gap: float
+    by_count: tuple[CountPlan, ...]

@@ -17,6 +17,7 @@ from autopar.solver import Cluster
 from autopar.solver.estimate import Estimator
 from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.simulate import SegmentTimes, simulate
+from autopar.solver.training_length import TrainingLength
 from benchmarks.papers.pages import Finding, findings, table
 from benchmarks.papers.plots import Points, lines
 from benchmarks.papers.study import Found, Layout, numerics, shape_facts
@@ -40,26 +41,8 @@ ETHERNET = 25 * GPUS_PER_NODE
 """Gb/s out of a node."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """How many steps a training takes, by McCandlish et al. 2018.
-
-    Attributes:
-        critical_batch: Sequences of the batch at which a training takes twice the fewest steps, and
-            twice the fewest sequences.
-        critical_steps: Steps at that batch.
-    """
-
-    critical_batch: int = 2420
-    critical_steps: float = 1e5
-
-    def steps(self, batch: int) -> float:
-        """Steps at another batch: fewer for larger ones, never less than half."""
-        return self.critical_steps * (1 + self.critical_batch / batch) / 2
-
-    def days(self, batch: int, step_s: float) -> float:
-        """Of the whole training."""
-        return self.steps(batch) * step_s / 86_400
+LENGTH = TrainingLength.at_critical_batch(1e5, critical_batch=2420)
+_DAY_S = 86_400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +123,7 @@ class Study:
     facts: ModelFacts
     layers: int
     space: Space = field(default_factory=Space)
-    training: Training = field(default_factory=Training)
+    length: TrainingLength = LENGTH
     gpus_per_node: int = GPUS_PER_NODE
     methods: Sequence[Method] = METHODS
 
@@ -157,7 +140,7 @@ class Study:
         runs: list[Run] = []
         for method in self.methods:
             for layout, num in self.space.layouts(
-                method, self.layers, self.training.critical_batch, recompute
+                method, self.layers, int(self.length.critical_batch), recompute
             ):
                 batch = num * layout.dp
                 estimate = estimator(layout.pins(), global_batch_size=batch)
@@ -168,7 +151,7 @@ class Study:
                         method=method.name,
                         found=Found(layout=layout, estimate=estimate),
                         num_micro_batches=num,
-                        days=self.training.days(batch, estimate.step_s),
+                        days=self.length.seconds(batch, estimate.step_s) / _DAY_S,
                     )
                 )
         return runs

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.estimation import ModelShape
+from autopar.solver.training_length import TrainingLength
 from benchmarks.papers import layered
-from benchmarks.papers.layered import METHODS, Run, Space, Study, Training, shortest
+from benchmarks.papers.layered import METHODS, Run, Space, Study, shortest
 from benchmarks.papers.study import shape_facts
 
 LAYERS = 8
@@ -33,7 +34,7 @@ def study() -> Study:
         facts=shape_facts(SHAPE),
         layers=LAYERS,
         space=SPACE,
-        training=Training(critical_batch=16, critical_steps=1000),
+        length=TrainingLength.at_critical_batch(1000, critical_batch=16),
         gpus_per_node=4,
     )
 
@@ -62,13 +63,10 @@ def test_the_papers_layouts_have_the_papers_efficiencies() -> None:
     assert layered.efficiency(5, 32, 5) == pytest.approx(0.976, abs=5e-4)
 
 
-@given(batch=st.integers(1, 10**6))
-def test_larger_batches_save_at_most_half_of_the_steps(batch: int) -> None:
-    training = Training()
-    assert training.steps(training.critical_batch) == training.critical_steps
-    assert training.steps(batch) > training.critical_steps / 2
-    assert training.steps(batch + 1) < training.steps(batch)
-    assert training.steps(batch + 1) * (batch + 1) > training.steps(batch) * batch
+def test_larger_batches_save_at_most_half_of_the_papers_steps() -> None:
+    length = layered.LENGTH
+    assert length.steps(2420) == pytest.approx(1e5)
+    assert length.steps(10**9) == pytest.approx(1e5 / 2, rel=1e-5)
 
 
 def test_every_method_is_searched(runs: list[Run]) -> None:
@@ -78,9 +76,8 @@ def test_every_method_is_searched(runs: list[Run]) -> None:
         assert layout.dp * run.num_micro_batches <= 16
         assert SPACE.fewest_gpus <= layout.num_gpus <= SPACE.most_gpus
         assert layout.pp * layout.virtual_stages in (1, layout.pp, LAYERS)
-        expected = Training(critical_batch=16, critical_steps=1000).days(
-            layout.dp * run.num_micro_batches, run.found.seconds
-        )
+        batch = layout.dp * run.num_micro_batches
+        expected = 1000 / 2 * (1 + 16 / batch) * run.found.seconds / 86_400
         assert run.days == pytest.approx(expected)
 
 

@@ -217,3 +217,21 @@ def test_a_model_function_is_found_in_the_current_directory(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "here:make" in done.stdout
+
+
+def test_objectives_and_ranges_are_flags(capfd: pytest.CaptureFixture[str], config):
+    flags = ("--tp", 1, "--recompute", "none", "--gpus-per-node", 2, "--json")
+    cost = ("--objective", "cost", "--price-per-gpu-hour", 2.5, "--gpus", "1:4")
+    found = json.loads(run(capfd, "plan", config, *SIZES, *flags, *cost).out)["objective"]
+    assert (found["name"], found["settings"]) == ("cost", {"price_per_gpu_hour": 2.5})
+    assert [count["num_gpus"] for count in found["by_count"]] == [1, 2, 4]
+    done = run(capfd, "plan", config, *SIZES, *flags, "--gpus", "x")
+    assert done.status == 2
+    assert_refused(run(capfd, "plan", config, *SIZES, "--objective", "gpus"), "deadline_s")
+
+
+def test_what_changes_would_buy_is_asked_for(capfd: pytest.CaptureFixture[str], config):
+    flags = ("--tp", 1, "--recompute", "none", "--gpus-per-node", 2)
+    done = run(capfd, "plan", config, *SIZES, *flags, "--what-if")
+    assert "what changes would buy" in done.out
+    assert "twice the links inside nodes" in done.out
