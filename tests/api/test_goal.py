@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import pytest
 
 import autopar
-from autopar import Cluster
+from autopar import Cluster, Plan
+from autopar.api.arguments import PlanArguments
 from autopar.api.goal import clusters_of
 from autopar.ir.errors import InfeasibleError, InputError
 from tests.models import tiny_transformer
@@ -13,9 +16,13 @@ from tests.models import tiny_transformer
 CLUSTER = Cluster("cpu-local", gpus_per_node=2)
 
 
-def plan(**arguments):
+def plan(**arguments: Unpack[PlanArguments]) -> Plan:
     module, inputs, loss_fn = tiny_transformer(1)
-    given = {"pin": {"recompute": "none", "tp": 1}, "example_batch": inputs, "loss_fn": loss_fn}
+    given: PlanArguments = {
+        "pin": {"recompute": "none", "tp": 1},
+        "example_batch": inputs,
+        "loss_fn": loss_fn,
+    }
     return autopar.plan(module, CLUSTER, **{**given, **arguments})
 
 
