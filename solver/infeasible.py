@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.ir.errors import InfeasibleError, InputError
-from autopar.solver.candidates import Candidate, Pins, candidates
+from autopar.ir.errors import InfeasibleError
+from autopar.solver.candidates import Candidate
 from autopar.solver.cuts import best_cuts
-from autopar.solver.hardware import Cluster
 from autopar.solver.instance import Instance
+from autopar.solver.relaxations import relaxations
 from autopar.solver.search import Search
 from autopar.solver.virtual_cuts import virtual_cuts
 
-_MOST_NODES = 4096
+_UNVERIFIED = ("shorter sequences", "GPUs with more memory", "a smaller model")
+"""What helps where no change was found that does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,7 @@ class _Closest:
 
 def infeasible_error(instance: Instance) -> InfeasibleError:
     """The error to raise when no candidate fits."""
-    search, pin = instance.search, instance.pin
-    global_batch_size = instance.global_batch_size
+    search = instance.search
     closest = _closest(search, instance.candidates)
     usable = search.cluster.usable_bytes
     filled = sorted(closest.causes.items(), key=lambda cause: -cause[1])[:4]
@@ -44,8 +43,12 @@ def infeasible_error(instance: Instance) -> InfeasibleError:
         + ", ".join(f"{cause} {_size(num)}" for cause, num in filled)
         + ")"
     )
-    helps = _relaxations(search, global_batch_size=global_batch_size, pin=pin)
-    return InfeasibleError(what, where=where, hint="; or ".join(helps) or "a smaller model")
+    found = relaxations(instance)
+    if found.conflict:
+        what += f"; pinned {' and '.join(found.conflict)} leave{'s' * (len(found.conflict) == 1)} "
+        what += "no way to fit"
+    helps = [str(change) for change in found.changes] or list(_UNVERIFIED)
+    return InfeasibleError(what, where=where, hint="; or ".join(helps))
 
 
 def _size(num_bytes: int) -> str:
@@ -76,42 +79,3 @@ def _fullest(search: Search, candidate: Candidate) -> _Closest:
     sums = [sum(of_stage.values()) for of_stage in causes]
     stage = int(np.argmax(sums))
     return _Closest(candidate, sums[stage], stage, causes[stage])
-
-
-def _relaxations(search: Search, *, global_batch_size: int, pin: Pins) -> list[str]:
-    """Changes, each by itself, after which something fits (with the least that layouts need)."""
-    found: list[str] = []
-    for name in pin:
-        rest = {other: value for other, value in pin.items() if other != name}
-        if _fits(search, search.cluster, global_batch_size, rest):
-            found.append(f"leave {name}={pin[name]} open")
-    if found:
-        return found
-    nodes = 2 * search.cluster.nodes
-    while nodes <= _MOST_NODES:
-        if _fits(search, search.cluster.with_nodes(nodes), global_batch_size, pin):
-            return [f"{nodes} nodes"]
-        nodes *= 2
-    return ["shorter sequences", "GPUs with more memory"]
-
-
-def _fits(search: Search, cluster: Cluster, global_batch_size: int, pin: Pins) -> bool:
-    try:
-        found = candidates(
-            cluster, global_batch_size=global_batch_size, model=search.divisible, pin=pin
-        )
-    except InputError:
-        return False
-    other = search
-    if cluster is not search.cluster:
-        other = Search(search.facts, cluster, search.sizes, search.divisible)
-    smallest = min(candidate.micro_batch_size for candidate in found)
-    return any(
-        _can_fit(other, candidate) for candidate in found if candidate.micro_batch_size == smallest
-    )
-
-
-def _can_fit(search: Search, candidate: Candidate) -> bool:
-    if candidate.virtual_stages > 1:  # their bound says little of memory
-        return _fullest(search, candidate).num_bytes <= search.cluster.usable_bytes
-    return math.isfinite(search.bound(candidate))

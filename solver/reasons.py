@@ -86,7 +86,7 @@ def search_report(
         elif bound < best.step_s:
             fates["not_reached"] += 1
         else:
-            fates["roofline" if step == 1 else "stages"] += 1
+            fates["roofline" if step <= 1 else "stages"] += 1
     fates["no_layout"] = len(result.unsettled)
     fates["solved"] = len(candidates) - sum(fates.values())
     return SearchReport(fates=fates, values=tuple(_values(result, best, bounds)))

@@ -23,7 +23,8 @@ def plan(**arguments: Unpack[PlanArguments]) -> Plan:
         "example_batch": inputs,
         "loss_fn": loss_fn,
     }
-    return autopar.plan(module, CLUSTER, **{**given, **arguments})
+    given.update(arguments)
+    return autopar.plan(module, CLUSTER, **given)
 
 
 def test_a_range_of_gpus_is_planned_in_one_call():
