@@ -9,9 +9,8 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.graph import ModelGraph, Role, TensorInfo, info
+from autopar.ir.graph import Role, TensorInfo, info
 from autopar.ir.plan import RecomputeName
-from autopar.ir.recompute import recomputed_blocks
 from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.problem import KindCost, Problem
 
@@ -176,16 +175,10 @@ def _block_costs(
         shared_numel=shared,
         expert_numel=experts,
         shared_expert_numel=shared_experts,
-        recomputed={name: repeated_blocks(model, name) for name in get_args(RecomputeName)},
+        recomputed={name: facts.repeated_blocks(name) for name in get_args(RecomputeName)},
         step_s=step_s,
         parameters=tuple(parameters),
     )
-
-
-def repeated_blocks(model: ModelGraph, recompute: RecomputeName) -> Floats:
-    """1 for blocks that ``recompute`` repeats as a whole, 0 for others."""
-    repeated = recomputed_blocks(model, recompute)
-    return np.array([float(block.index in repeated) for block in model.blocks])
 
 
 def _bytes(tensor: TensorInfo, elements: int) -> int:

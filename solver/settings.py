@@ -4,13 +4,13 @@ micro-batch size; with its problem, bounds and layouts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import fx
 
-from autopar.ir.graph import Block, ModelGraph
+from autopar.ir.graph import ModelGraph
 from autopar.ir.kernels import KernelSet, parse_kernels
 from autopar.ir.mesh import TENSOR_AXIS
 from autopar.ir.plan import RecomputeName
@@ -24,10 +24,8 @@ from autopar.solver.facts import (
     layout_costs,
     least_costs,
     least_kind_costs,
-    repeated_blocks,
 )
 from autopar.solver.hardware import Cluster
-from autopar.solver.layout.build import Model, build
 from autopar.solver.layout.check import kind_costs
 from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.decode import axis_typing
@@ -42,12 +40,9 @@ from autopar.solver.layout.problem import (
     Solution,
     Weights,
 )
-from autopar.solver.layout.solve import solve_model
+from autopar.solver.layout.solve import ProblemSolver
 from autopar.solver.layout.state import AxisRule
 from autopar.solver.typed_axes import TypedAxes
-
-_SMALL_KIND = 0.05
-"""Kinds of block with less of the step than this are bounded without an ILP."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -62,28 +57,28 @@ class Setting:
     tp: int
     micro_batch_size: int
     problem: Problem
-    least_kinds: tuple[KindCost, ...]
+    least_comm: Mapping[str, MoveCost]
     least: BlockCosts
     _solutions: dict[tuple[RecomputeName, tuple[MemoryLimit, ...]], Solution] = field(
         default_factory=dict
     )
-    _model: Model | None = None
+    _solver: ProblemSolver | None = field(default=None, repr=False)
     _times: dict[RecomputeName, StageTimes] = field(default_factory=dict)
+    _least_of: dict[tuple[int, float, float], float] = field(default_factory=dict)
 
     def solution(self, recompute: RecomputeName, limits: Sequence[MemoryLimit] = ()) -> Solution:
         """The layout that computes all blocks once in the least time, within memory limits."""
         key = (recompute, tuple(limits))
         if key not in self._solutions:
             weights = self.weights(recompute, self.problem.counts)
-            model = build(self.problem, limits) if limits else self.model()
-            self._solutions[key] = solve_model(model, weights)
+            self._solutions[key] = self.solver().solve(weights, limits)
         return self._solutions[key]
 
-    def model(self) -> Model:
-        """The problem without memory limits, as a model: built once."""
-        if self._model is None:
-            self._model = build(self.problem)
-        return self._model
+    def solver(self) -> ProblemSolver:
+        """What solves the problem."""
+        if self._solver is None:
+            self._solver = ProblemSolver(problem=self.problem)
+        return self._solver
 
     def costs(self, solution: Solution) -> BlockCosts:
         """What blocks cost under a solution, collectives of all layout axes but dp included."""
@@ -123,13 +118,12 @@ class Setting:
 
     def _repeated(self, kind: int, recompute: RecomputeName) -> float:
         """The share of a kind's blocks that are computed twice."""
-        again = repeated_blocks(self.facts.model, recompute)
-        blocks = self._blocks_of(kind)
-        return sum(float(again[block.index]) for block in blocks) / len(blocks)
+        again = self.facts.repeated_blocks(recompute)[self._blocks_of(kind)]
+        return float(again.mean())
 
-    def _blocks_of(self, kind: int) -> list[Block]:
+    def _blocks_of(self, kind: int) -> list[int]:
         name = self.problem.kinds[kind]
-        return [block for block in self.facts.model.blocks if block.kind == name]
+        return [block.index for block in self.facts.model.blocks if block.kind == name]
 
     def roofline_times(self, recompute: RecomputeName) -> StageTimes:
         """Every op at its fastest, without any move: cheap, and below every layout."""
@@ -142,11 +136,17 @@ class Setting:
         if recompute not in self._times:
             roofline = self.roofline_times(recompute)
             both = roofline.both.copy()
-            for kind, least in enumerate(self._least_of_kinds(recompute, both)):
-                for block in self._blocks_of(kind):
-                    both[block.index] = max(both[block.index], least)
+            forward, backward = self.least.forward_s.copy(), both - roofline.forward
+            again = self.facts.repeated_blocks(recompute)
+            for kind in range(len(self.problem.kinds) if self.tp > 1 else 0):
+                blocks = np.array(self._blocks_of(kind))
+                for repeated in sorted(set(again[blocks].tolist())):
+                    own = blocks[again[blocks] == repeated]
+                    both[own] = np.maximum(both[own], self._least(kind, 1 + repeated, 1.0))
+                    forward[own] = np.maximum(forward[own], self._least(kind, 1.0, 0.0))
+                    backward[own] = np.maximum(backward[own], self._least(kind, repeated, 1.0))
             self._times[recompute] = StageTimes(
-                both=both, forward=both - roofline.backward, backward=both - roofline.forward
+                both=both, forward=both - backward, backward=both - forward
             )
         return self._times[recompute]
 
@@ -161,27 +161,40 @@ class Setting:
             return least
         kept = sum(held.num_bytes for held in self.problem.held) * max(self.problem.counts)
         joint = self.solution(recompute).bound - TIE_BREAK_S_PER_BYTE * kept
-        both = least.both * max(1.0, joint / float(least.both.sum()))
-        roofline = self.roofline_times(recompute)
+        joint += self._comm_s(recompute)
+        more = least.both * max(0.0, joint / float(least.both.sum()) - 1)
         return StageTimes(
-            both=both, forward=both - roofline.backward, backward=both - roofline.forward
+            both=least.both + more, forward=least.forward + more, backward=least.backward + more
         )
 
-    def _least_of_kinds(self, recompute: RecomputeName, roofline: np.ndarray) -> list[float]:
-        """Seconds of a block of each kind, whatever the others do."""
-        found: list[float] = []
-        total = float(roofline.sum())
-        for kind in range(len(self.problem.kinds)):
-            blocks = [block.index for block in self._blocks_of(kind)]
-            mixed = self._repeated(kind, recompute) not in (0.0, 1.0)
-            small = float(roofline[blocks].sum()) < _SMALL_KIND * total
-            if self.tp == 1 or small or mixed:
-                found.append(0.0)
-                continue
-            counts = [int(other == kind) for other in range(len(self.problem.kinds))]
-            weights = replace(self.weights(recompute, counts), held=(0.0,) * len(counts))
-            found.append(solve_model(self.model(), weights).bound)
-        return found
+    def _comm_s(self, recompute: RecomputeName) -> float:
+        """Least seconds of collectives of context and expert axes in all blocks once."""
+        weights = self.weights(recompute, self.problem.counts)
+        comm = [self.least_comm[name] for name in self.problem.kinds]
+        return sum(
+            forward * cost.forward_s + backward * cost.backward_s
+            for forward, backward, cost in zip(weights.forward, weights.backward, comm, strict=True)
+        )
+
+    def _least(self, kind: int, forward: float, backward: float) -> float:
+        """Seconds of so many forwards and backwards of a block of a kind, whatever others do."""
+        key = (kind, forward, backward)
+        if key not in self._least_of:
+            num = len(self.problem.kinds)
+            weights = Weights(
+                forward=(forward,) * num,
+                backward=(backward,) * num,
+                step=0.0,
+                held=(0.0,) * num,
+                parameters=(0.0,) * len(self.problem.classes),
+            )
+            comm = self.least_comm[self.problem.kinds[kind]]
+            self._least_of[key] = (
+                self.solver().least(weights, [kind])
+                + forward * comm.forward_s
+                + backward * comm.backward_s
+            )
+        return self._least_of[key]
 
 
 def _with_comm(kind: KindCost, comm: MoveCost) -> KindCost:
@@ -216,7 +229,11 @@ def make_setting(
         way=way,
     )
     problem = layout_problem(facts, axes, coster, cp=cp, ep=ep, way=way)
-    least_kinds = least_kind_costs(problem)
+    comm = least_comm(facts, axes, cp=cp, ep=ep, tp=tp, micro_batch_size=micro_batch_size)
+    kinds = tuple(
+        _with_comm(kind, comm[name])
+        for name, kind in zip(problem.kinds, least_kind_costs(problem), strict=True)
+    )
     return Setting(
         facts=facts,
         cluster=cluster,
@@ -226,9 +243,24 @@ def make_setting(
         tp=tp,
         micro_batch_size=micro_batch_size,
         problem=problem,
-        least_kinds=least_kinds,
-        least=least_costs(facts, problem, least_kinds),
+        least_comm=comm,
+        least=least_costs(facts, problem, kinds),
     )
+
+
+def least_comm(
+    facts: ModelFacts, axes: TypedAxes, *, cp: int, ep: int, tp: int, micro_batch_size: int
+) -> Mapping[str, MoveCost]:
+    """Seconds per block of each kind and micro-batch that collectives of the context and the expert
+    axis take under every typing of the tensor axis, which leaves a rank 1/tp of a tensor at the
+    least, and does not bring ranks nearer to each other.
+    """
+    if cp * ep == 1:
+        return dict.fromkeys(facts.model.kinds, MoveCost(0.0, 0.0))
+    whole = axes.comm(cp=cp, ep=ep, tp=1, micro_batch_size=micro_batch_size, tensor={})
+    return {
+        name: MoveCost(cost.forward_s / tp, cost.backward_s / tp) for name, cost in whole.items()
+    }
 
 
 def layout_coster(

@@ -6,12 +6,16 @@ import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import fx
 
 from autopar.ir.graph import ModelGraph, Role, info
 from autopar.ir.kernels import KernelSet
 from autopar.ir.layout import operands_of
 from autopar.ir.placement import sharded
+from autopar.ir.plan import RecomputeName
+from autopar.ir.recompute import recomputed_blocks
 from autopar.ir.rules.attention import CAUSAL_HELPER
 from autopar.ir.typecheck import KindRules, kind_rules
 from autopar.solver.costs.fusion import NodeStyle, node_styles
@@ -46,6 +50,7 @@ class ModelFacts:
     num_experts: int
     positions: frozenset[int]
     frames: dict[Hashable, tuple[Frame, object]] = field(default_factory=dict, repr=False)
+    _repeated: dict[RecomputeName, NDArray[np.float64]] = field(default_factory=dict, repr=False)
     _styles: dict[KernelSet, Mapping[fx.Node, NodeStyle]] = field(default_factory=dict, repr=False)
 
     def styles(self, kernels: KernelSet) -> Mapping[fx.Node, NodeStyle]:
@@ -53,6 +58,15 @@ class ModelFacts:
         if kernels not in self._styles:
             self._styles[kernels] = node_styles(self.model.kinds.values(), kernels)
         return self._styles[kernels]
+
+    def repeated_blocks(self, recompute: RecomputeName) -> NDArray[np.float64]:
+        """1 for blocks that ``recompute`` repeats as a whole, 0 for others; read-only."""
+        if recompute not in self._repeated:
+            repeated = recomputed_blocks(self.model, recompute)
+            found = np.array([float(block.index in repeated) for block in self.model.blocks])
+            found.flags.writeable = False
+            self._repeated[recompute] = found
+        return self._repeated[recompute]
 
     def rules_on(self, axis: AxisRule, kind: str, num_ranks: int) -> KindRules:
         """The rules of a kind on an axis.

@@ -60,7 +60,8 @@ def tables_of(frame: Frame, kinds: Iterable[int] | None = None) -> Tables:
 def fill(tables: Tables, costs: Floats) -> list[Floats]:
     """The tables with these costs (``cost_vector``)."""
     sizes = [int(np.prod(shape)) for shape in tables.shapes]
-    flat = np.bincount(tables.cells, weights=costs[tables.costs], minlength=sum(sizes))
+    summed = np.bincount(tables.cells, weights=costs[tables.costs], minlength=sum(sizes))
+    flat = summed.astype(np.float64)
     flat[tables.impossible] = np.inf
     parts = np.split(flat, np.cumsum(sizes)[:-1]) if sizes else []
     return [part.reshape(shape) for part, shape in zip(parts, tables.shapes, strict=True)]
@@ -82,13 +83,16 @@ class Costs:
 
 def costs_of(problem: Problem) -> Costs:
     """The numbers of a problem as vectors."""
-    options = [(op.kind, option) for op in problem.ops for option in op.options]
-    moves = [(value.kind, move) for value in problem.values for move in value.moves.values()]
-    both = [*options, *moves]
+    seconds = [(op.kind, o.forward_s, o.backward_s) for op in problem.ops for o in op.options]
+    seconds += [
+        (value.kind, move.forward_s, move.backward_s)
+        for value in problem.values
+        for move in value.moves.values()
+    ]
     return Costs(
-        kind=np.array([kind for kind, _ in both], dtype=np.intp),
-        forward_s=np.array([cost.forward_s for _, cost in both]),
-        backward_s=np.array([cost.backward_s for _, cost in both]),
+        kind=np.array([kind for kind, _, _ in seconds], dtype=np.intp),
+        forward_s=np.array([forward for _, forward, _ in seconds]),
+        backward_s=np.array([backward for _, _, backward in seconds]),
         held_kind=np.array([held.kind for held in problem.held], dtype=np.intp),
         held_bytes=np.array([float(held.num_bytes) for held in problem.held]),
         step_s=np.array([seconds for found in problem.classes for seconds in found.step_s]),
@@ -212,9 +216,9 @@ class _Maker:
         """Who makes each value."""
         found: dict[int, _Taker] = {}
         for variable, op in enumerate(self.frame.ops):
-            for position, value in enumerate(op.results):
-                states = self.frame.values[value].states
-                found[value] = _Taker(
+            for position, result in enumerate(op.results):
+                states = self.frame.values[result].states
+                found[result] = _Taker(
                     variable=variable,
                     states=tuple(states.index(o.results[position]) for o in op.options),
                 )
@@ -276,8 +280,8 @@ class _Maker:
         """A tensor is kept in every cell in which somebody keeps it."""
         keepers: dict[int, dict[int, list[int]]] = {}
         for variable, op in enumerate(self.frame.ops):
-            for option, held in enumerate(op.held):
-                for number in held:
+            for option, kept in enumerate(op.held):
+                for number in kept:
                     keepers.setdefault(number, {}).setdefault(variable, []).append(option)
         for number, held in enumerate(self.frame.held):
             if held.kind not in self.kinds or number not in keepers:
