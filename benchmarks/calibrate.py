@@ -28,12 +28,14 @@ from autopar import api
 CONFIG = Path(__file__).parents[1] / "examples" / "configs" / "llama-tiny"
 GLOBAL_BATCH_SIZE, SEQ_LEN, WARM_UP = 16, 64, 4
 LAYOUTS: tuple[tuple[int, Mapping[str, int | str]], ...] = (
+    (4, {}),
     (4, {"pp": 2, "tp": 2, "dp_shard": 1, "dp_replicate": 1}),
     (4, {"dp_replicate": 4, "dp_shard": 1, "tp": 1, "pp": 1, "zero_stage": 0}),
     (4, {"dp_shard": 4, "dp_replicate": 1, "tp": 1, "pp": 1, "zero_stage": 1}),
     (4, {"dp_shard": 4, "dp_replicate": 1, "tp": 1, "pp": 1, "zero_stage": 3}),
     (4, {"tp": 4, "pp": 1, "dp_replicate": 1, "dp_shard": 1}),
     (4, {"tp": 2, "dp_replicate": 2, "dp_shard": 1, "pp": 1, "zero_stage": 0}),
+    (2, {}),
     (2, {"pp": 2, "tp": 1, "dp_replicate": 1, "dp_shard": 1}),
     (2, {"tp": 2, "pp": 1, "dp_replicate": 1, "dp_shard": 1}),
     (2, {"dp_replicate": 2, "dp_shard": 1, "tp": 1, "pp": 1, "zero_stage": 0}),

@@ -133,4 +133,5 @@ class StageBounds:
             firsts = first_gather + first_reduce
             exposed = np.maximum(exposed, firsts + slowdown * np.maximum(0.0, total - firsts))
         once = run_sums(stager.optimizer_s() + stager.costs.step_s)
+        once = once + stager.cluster.hardware.runtime.step_s
         return exposed + once, stream + once

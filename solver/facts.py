@@ -56,6 +56,15 @@ class BlockCosts:
     def num_blocks(self) -> int:
         return len(self.forward_s)
 
+    def num_parameters(self, *, first_only: bool = False) -> Floats:
+        """Parameters of each block; with ``first_only`` those that no block before it uses."""
+        seen: set[str] = set()
+        counts: list[float] = []
+        for names in self.parameters:
+            counts.append(float(len(names.keys() - seen) if first_only else len(names)))
+            seen |= names.keys()
+        return np.array(counts)
+
     def again(self, recompute: RecomputeName) -> Floats:
         """1 for blocks that ``recompute`` repeats as a whole, 0 for others."""
         return self.recomputed[recompute]

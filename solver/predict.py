@@ -116,13 +116,15 @@ def _rank(solved: Solved, stage: int) -> RankPrediction:
     forward = total(costs.forward_s)
     compute = forward + total(costs.backward_s) - comm
     again = total(costs.forward_s * costs.again(candidate.recompute))
-    optimizer = total(stager.optimizer_s() + costs.step_s)
+    adding = total(stager.adding_s())
+    optimizer = optimizer_s(stager, solved.segments)[stage]
     busy, exposed = solved.simulation.busy_s[stage], solved.simulation.exposed_s[stage]
-    own = num * (compute + comm + again) + optimizer
+    own = num * (compute + comm + again + adding) + optimizer
     seconds = {
         "compute": num * compute,
         "communication in layers": num * comm,
         "recomputation": num * again,
+        "adding gradients": num * adding,
         "optimizer": optimizer,
         "exposed data-parallel communication": exposed,
         "slowdown by hidden communication": max(0.0, busy - own),

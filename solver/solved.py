@@ -82,8 +82,9 @@ def simulate_cuts(
 def optimizer_s(stager: Stager, segments: Sequence[tuple[int, int, int]]) -> tuple[float, ...]:
     """Seconds of the optimizer and of what else comes once a step, by stage."""
     seconds = stager.optimizer_s() + stager.costs.step_s
+    once = stager.cluster.hardware.runtime.step_s
     return tuple(
-        float(sum(seconds[i : j + 1].sum() for holder, i, j in segments if holder == stage))
+        once + float(sum(seconds[i : j + 1].sum() for holder, i, j in segments if holder == stage))
         for stage in range(stager.candidate.pp)
     )
 

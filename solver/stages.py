@@ -16,14 +16,11 @@ from autopar.ir.kernels import parse_kernels
 from autopar.ir.moves import Collective
 from autopar.solver.candidates import Candidate
 from autopar.solver.costs.comm import Group, Links, group_of
-from autopar.solver.costs.kernels import Kernels
 from autopar.solver.costs.memory import Itemsizes, StageContents, rank_bytes, shard_numel
+from autopar.solver.costs.parameters import ParameterCosts
 from autopar.solver.facts import BlockCosts, Floats
 from autopar.solver.hardware import Cluster
 from autopar.solver.in_flight import in_flight
-
-_WIDE = 4
-"""Bytes of a gradient that is wider than what products write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +51,23 @@ class Stager:
         return self.costs.backward_s + again + self.adding_s()
 
     def adding_s(self) -> Floats:
-        """Seconds in which each block's gradients are added to those of earlier micro-batches.
+        """Seconds in which each block's gradients are added to those of earlier micro-batches."""
+        return self._parameter_costs().adding_s(
+            self.costs.num_parameters(),
+            self.costs.shared_numel,
+            num_micro_batches=self.candidate.num_micro_batches,
+        )
 
-        Products add to gradients of 16 bits as they write them (Megatron-LM's fused accumulation).
-        """
-        if self.candidate.num_micro_batches == 1 or self.sizes.gradient < _WIDE:
-            return np.zeros(self.costs.num_blocks)
-        moved = self.costs.shared_numel * (2 * self.sizes.gradient + self.sizes.compute)
-        return moved * Kernels(self.cluster.hardware).moving_seconds(1.0)
+    def _parameter_costs(self) -> ParameterCosts:
+        return ParameterCosts(self.cluster.hardware, self.sizes)
 
     def gather_s(self) -> Floats:
         """Seconds of gathering the parameters of each block over the shard axis."""
-        return self._collective_s(Collective.ALL_GATHER, self.sizes.compute)
+        gathering = self._collective_s(Collective.ALL_GATHER, self.sizes.compute)
+        if self.candidate.zero_stage == 0 or self.candidate.num_shards == 1:
+            return gathering
+        num = self.costs.num_parameters()
+        return gathering + self._parameter_costs().copying_s(num, self.costs.numel)
 
     def reduce_s(self) -> Floats:
         """Seconds of reducing the gradients of each block over the data axes."""
@@ -105,13 +107,11 @@ class Stager:
         return shard_numel(numel, expert_numel, num_shards=candidate.num_shards, ep=candidate.ep)
 
     def optimizer_s(self) -> Floats:
-        """Seconds of clipping and the optimizer on the parameters of each block: memory-bound."""
+        """Seconds of clipping and the optimizer on the parameters of each block."""
         numel = self.costs.numel
         if self.candidate.zero_stage:
             numel = self._shard_numel(numel, self.costs.expert_numel)
-        master = self.sizes.master or self.sizes.compute
-        touched = 2 * self.sizes.gradient + 2 * self.sizes.moments + 2 * master + self.sizes.compute
-        return numel * touched * Kernels(self.cluster.hardware).moving_seconds(1.0)
+        return self._parameter_costs().update_s(self.costs.num_parameters(first_only=True), numel)
 
     def message_s(self, num_bytes: float, border: int) -> float:
         """Seconds of a message of a rank from stage ``border`` to the next."""

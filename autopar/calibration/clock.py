@@ -73,6 +73,19 @@ class EventClock:
         return started.elapsed_time(ended) / 1e3
 
 
+@dataclass(frozen=True, slots=True)
+class MeetingClock:
+    """A clock of ranks that share caches and memory: all do the same at once, meet after each
+    sample, and the ``slowest`` of them counts.
+    """
+
+    clock: Clock
+    slowest: Callable[[float], float]
+
+    def elapsed_s(self, call: Call, repeats: int) -> float:
+        return self.slowest(self.clock.elapsed_s(call, repeats))
+
+
 def compute_clock(device: torch.device, *, ranks: int) -> Clock:
     """The clock of compute on ``device`` while ``ranks`` ranks of this machine compute."""
     if device.type != "cpu":
@@ -81,6 +94,15 @@ def compute_clock(device: torch.device, *, ranks: int) -> Clock:
     if threads > 1 and ranks * threads <= cores:
         return WallClock()
     return CpuClock(max(1.0, ranks / cores) if threads == 1 else ranks / cores)
+
+
+def overlap_clock(device: torch.device, *, ranks: int) -> Clock:
+    """The clock of compute beside communication: where ranks leave no core idle, what communication
+    takes of the CPU is missing for compute; elsewhere it is what the wall clock shows.
+    """
+    clock = compute_clock(device, ranks=ranks)
+    is_full = ranks * torch.get_num_threads() >= num_cores()
+    return clock if isinstance(clock, CpuClock) and is_full else wall_clock(device)
 
 
 def wall_clock(device: torch.device) -> WallClock:
@@ -106,4 +128,8 @@ def measure(
         once = max(min(clock.elapsed_s(call, 1) for _ in range(2)), 1e-7)
         repeats = max(1, round(target_s / once))
     found = [clock.elapsed_s(call, repeats) / repeats for _ in range(samples)]
-    return Timing(best_s=max(min(found), 1e-9), median_s=max(statistics.median(found), 1e-9))
+    return Timing(
+        best_s=max(min(found), 1e-9),
+        median_s=max(statistics.median(found), 1e-9),
+        is_shared=isinstance(clock, MeetingClock),
+    )

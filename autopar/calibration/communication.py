@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.calibration.clock import Call, WallClock, measure, wall_clock
+from autopar.calibration.clock import Call, Clock, WallClock, measure, wall_clock
 from autopar.calibration.effort import Effort
 from autopar.calibration.samples import CollectiveSample, MessageSample, Timing
 from autopar.ir.moves import Collective
@@ -50,7 +50,11 @@ class Communication:
     def agree(self, timing: Timing) -> Timing:
         """The mean over ranks; all meet here."""
         sums = self.world.all_reduce(self._seconds(timing.best_s, timing.median_s)).tolist()
-        return Timing(best_s=sums[0] / self.world.size, median_s=sums[1] / self.world.size)
+        return replace(timing, best_s=sums[0] / self.world.size, median_s=sums[1] / self.world.size)
+
+    def slowest(self, seconds: float) -> float:
+        """The most of any rank; all meet here."""
+        return self._slowest(seconds)[0]
 
     def collectives(self) -> Iterator[CollectiveSample]:
         """All collectives in groups of 2, 4, … ranks of a node, a whole node, across nodes."""
@@ -146,8 +150,17 @@ class Communication:
                 )
         return found, ahead
 
-    def beside(self, compute: Call) -> tuple[Timing, Timing, Timing]:
-        """Compute alone, an all-reduce of all ranks alone, and both at once until both are done."""
+    def agreement(self) -> Timing:
+        """What all ranks agree on at the end of a step: a few numbers, which the host reads."""
+        numbers = torch.zeros(5, dtype=torch.float64, device=self.device)
+        return self._together(lambda: self.world.all_reduce(numbers).tolist())
+
+    def beside(self, compute: Call, clock: Clock) -> tuple[Timing, Timing, Timing]:
+        """Compute alone, an all-reduce of all ranks alone, and both at once until both are done.
+
+        Args:
+            clock: Of compute, alone and beside the all-reduce.
+        """
         tensor = torch.zeros(self.effort.beside_bytes // 4, device=self.device)
         start = self.world.start_all_reduce
 
@@ -156,12 +169,14 @@ class Communication:
             compute()
             work.wait()
 
-        alone = self._together(compute)
+        alone = self._together(compute, clock)
         reduce = self._together(lambda: start(tensor).wait())
-        return alone, reduce, self._together(both)
+        return alone, reduce, self._together(both, clock)
 
-    def _together(self, call: Call | None) -> Timing:
-        """The wall clock of what all ranks do at once, as often on each; the slowest counts."""
+    def _together(self, call: Call | None, clock: Clock | None = None) -> Timing:
+        """Seconds, by default of the wall clock, of what all ranks do at once, as often on each;
+        the slowest counts.
+        """
         if call is not None:
             call()
         once = self._slowest(0.0 if call is None else self._clock.elapsed_s(call, 2) / 2)[0]
@@ -169,7 +184,11 @@ class Communication:
         timing = Timing(best_s=0.0, median_s=0.0)
         if call is not None:
             timing = measure(
-                self._clock, call, target_s=0.0, samples=self.effort.samples, repeats=repeats
+                clock or self._clock,
+                call,
+                target_s=0.0,
+                samples=self.effort.samples,
+                repeats=repeats,
             )
         best_s, median_s = self._slowest(timing.best_s, timing.median_s)
         return Timing(best_s=best_s, median_s=median_s)

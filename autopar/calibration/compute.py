@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autopar.calibration.clock import Call, Clock, WallClock, compute_clock, measure
+from autopar.calibration.clock import Call, Clock, MeetingClock, WallClock, compute_clock, measure
+from autopar.calibration.communication import Communication
 from autopar.calibration.effort import Effort, Shape
+from autopar.calibration.parameters import Parameters, ParameterSample
 from autopar.calibration.samples import Timing, WorkSample
 from autopar.calibration.small_model import ModelSize, training_of
 from autopar.ir.plan import PrecisionName
@@ -37,10 +39,12 @@ class Compute:
     agree: Agree
 
     @classmethod
-    def on(cls, device: torch.device, effort: Effort, *, ranks: int, agree: Agree) -> Compute:
-        """For ``ranks`` ranks on this machine."""
-        clock = compute_clock(device, ranks=ranks)
-        return cls(device=device, clock=clock, effort=effort, agree=agree)
+    def on(cls, device: torch.device, effort: Effort, talk: Communication) -> Compute:
+        """For all ranks of this machine, who ``talk``."""
+        clock = compute_clock(device, ranks=talk.per_node)
+        if device.type == "cpu" and talk.per_node > 1:
+            clock = MeetingClock(clock, talk.slowest)
+        return cls(device=device, clock=clock, effort=effort, agree=talk.agree)
 
     def products(self, precision: PrecisionName) -> Iterator[WorkSample]:
         """Products of the shapes of ``effort``, as forward and backward have them."""
@@ -124,6 +128,17 @@ class Compute:
         for size in self.effort.models:
             yield size, self._time(training_of(size, self.device, DTYPES[precision]))
 
+    def parameters(self) -> Iterator[ParameterSample]:
+        """What the runtime does with parameters in a step."""
+        for sizes in self.effort.parameters:
+            handled = Parameters(sizes, self.device)
+            timing = self._time(handled.update)
+            yield ParameterSample(what="update", sizes=sizes, timing=timing)
+        # large gradients say nothing by themselves: in a step they are not in the caches
+        for sizes in self.effort.parameters[:1]:
+            timing = self._time(Parameters(sizes, self.device).take_gradients)
+            yield ParameterSample(what="gradients", sizes=sizes, timing=timing)
+
     def kernel(self) -> Timing:
         """An empty kernel, and the gap to the next: tiny kernels that wait behind a long one."""
         tiny, num = torch.zeros(8, device=self.device), self.effort.chain
@@ -139,7 +154,12 @@ class Compute:
                 torch.mm(long, long)  # the host is ahead when the tiny ones start
             samples.append(self.clock.elapsed_s(call, 1) / num)
         samples = sorted(samples[1:])
-        return self.agree(Timing(best_s=samples[0], median_s=samples[len(samples) // 2]))
+        found = Timing(
+            best_s=samples[0],
+            median_s=samples[len(samples) // 2],
+            is_shared=isinstance(self.clock, MeetingClock),
+        )
+        return self.agree(found)
 
     def _time(self, call: Call) -> Timing:
         effort = self.effort

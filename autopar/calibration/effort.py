@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from autopar.calibration.parameters import ParameterSizes
 from autopar.calibration.small_model import ModelSize
 
 Shape = tuple[int, ...]
@@ -23,6 +24,8 @@ class Effort:
         chain: Tiny kernels in a row.
         tiny_model: One that takes the host longer than the device.
         models: Ones whose memory-bound kernels count; none where single kernels say enough.
+        parameters: Ones that the runtime updates, the first of them small, whose gradients it
+            takes; none where the host runs ahead.
         message_bytes: Sizes of collectives and messages.
         beside_bytes: Size of the collective that runs beside compute.
     """
@@ -36,6 +39,7 @@ class Effort:
     chain: int
     tiny_model: ModelSize
     models: tuple[ModelSize, ...]
+    parameters: tuple[ParameterSizes, ...]
     message_bytes: tuple[int, ...]
     beside_bytes: int
 
@@ -69,13 +73,25 @@ _GPU_PRODUCTS = (
 
 _TINY = ModelSize(sequences=1, length=8, hidden=64, inner=64, heads=2, layers=2, vocabulary=64)
 _SMALL = ModelSize(sequences=4, length=64, hidden=128, inner=384, heads=4, layers=2, vocabulary=512)
+_MODELS = (
+    _SMALL,
+    replace(_SMALL, sequences=16),
+    replace(_SMALL, layers=4),
+    replace(_SMALL, layers=4, sequences=8),
+    replace(_SMALL, layers=3, hidden=192),
+)
+_PARAMETERS = (
+    ParameterSizes(num=40, rows=16),
+    ParameterSizes(num=4, rows=512),
+    ParameterSizes(num=40, rows=160),
+)
 
 
 def effort_for(device: str, *, quick: bool) -> Effort:
     """What is measured on a type of device: under 90 s on 2 cores, ``quick`` under 20 s."""
     if device == "cpu":
         return Effort(
-            samples=3 if quick else 7,
+            samples=3 if quick else 9,
             target_s=0.004 if quick else 0.02,
             products=_CPU_PRODUCTS[::3] if quick else _CPU_PRODUCTS,
             other_products=((1, 256, 256, 256),),
@@ -85,7 +101,8 @@ def effort_for(device: str, *, quick: bool) -> Effort:
             elements=(1 << 16, 1 << 18) if quick else (1 << 14, 1 << 16, 1 << 17, 1 << 18, 1 << 20),
             chain=50,
             tiny_model=_TINY,
-            models=(_SMALL,) if quick else (_SMALL, replace(_SMALL, sequences=16)),
+            models=(_SMALL,) if quick else _MODELS,
+            parameters=_PARAMETERS[:2] if quick else _PARAMETERS,
             message_bytes=(1 << 10, 1 << 18)
             if quick
             else (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21, 1 << 23),
@@ -101,6 +118,7 @@ def effort_for(device: str, *, quick: bool) -> Effort:
         chain=200,
         tiny_model=_TINY,
         models=(),
+        parameters=(),
         message_bytes=(1 << 12, 1 << 24, 1 << 27)
         if quick
         else tuple(1 << power for power in range(10, 30, 2)),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from autopar.calibration.fit import Free, fit
 from autopar.calibration.hardware import on, value_at, with_values
+from autopar.calibration.parameters import ParameterSample
 from autopar.calibration.samples import (
     CollectiveSample,
     MessageSample,
@@ -40,6 +41,8 @@ class Measured:
         models: Training models whose memory-bound kernels count.
         elementwise, products, attention: In the dtype that the hardware trains in.
         others: Products in other dtypes, by precision.
+        parameters: What the runtime does with parameters; none where the host runs ahead.
+        agreement: What ranks agree on once a step.
         links: Collectives and messages, inside and between nodes; empty for one rank.
         overlap: None for one rank.
         num_sms: None where the device does not say.
@@ -54,6 +57,8 @@ class Measured:
     products: tuple[WorkSample, ...]
     attention: tuple[WorkSample, ...]
     others: Mapping[str, tuple[WorkSample, ...]]
+    parameters: tuple[ParameterSample, ...]
+    agreement: Timing
     links: tuple[CollectiveSample | MessageSample, ...]
     overlap: Overlap | None
     num_sms: int | None
@@ -65,7 +70,7 @@ class Measured:
         samples: list[Sample] = [*self.elementwise, *self.products, *self.attention]
         for others in self.others.values():
             samples += others
-        return (*samples, *self.models, *self.links)
+        return (*samples, *self.models, *self.parameters, *self.links)
 
 
 @dataclass(slots=True)
@@ -113,6 +118,7 @@ def estimate(base: Cluster, measured: Measured) -> Estimates:
     """
     found = Estimates(base)
     _compute(found, measured)
+    _runtime(found, measured)
     _communication(found, measured)
     found.set({"chip.usable_bytes": measured.usable_bytes}, "measurement: free memory, by rank")
     found.set(
@@ -128,17 +134,17 @@ def _compute(found: Estimates, measured: Measured) -> None:
         found.set({"chip.num_sms": measured.num_sms}, "measurement: what the device reports")
     found.set({"chip.launch_s": 0.0}, "")
     found.set(
-        {"chip.kernel_s": measured.kernel.best_s},
+        {"chip.kernel_s": measured.kernel.compute_s},
         f"measurement: tiny kernels in a row, {_spread(measured.kernel)}",
     )
-    fastest = max(evaluate(s.work.bytes, 1) / s.timing.best_s for s in measured.elementwise)
+    fastest = max(evaluate(s.work.bytes, 1) / s.timing.compute_s for s in measured.elementwise)
     _raise_peak(found, "chip.hbm_bytes_per_s", fastest, "elementwise kernel", is_cpu=is_cpu)
     found.fit(
         measured.elementwise,
         [Free(path="efficiency.hbm", low=0.01, high=1.0)],
         f"elementwise kernels in {precision}",
     )
-    fastest = max(evaluate(s.work.flops, 1) / s.timing.best_s for s in measured.products)
+    fastest = max(evaluate(s.work.flops, 1) / s.timing.compute_s for s in measured.products)
     peak = f"chip.peak_flops.{precision}"
     _raise_peak(found, peak, fastest, f"product in {precision}", is_cpu=is_cpu)
     found.fit(
@@ -165,7 +171,7 @@ def _compute(found: Estimates, measured: Measured) -> None:
 
 def _launch(found: Estimates, model: ModelSample) -> None:
     """The host's share of a tiny model: all of its time, unless the host is what computes."""
-    host_s = model.timing.best_s
+    host_s = model.timing.compute_s
     if found.cluster.device == "cpu":
         found.set({"chip.launch_s": 0.0}, "")
         host_s -= model.predicted_s(found.cluster)
@@ -173,6 +179,28 @@ def _launch(found: Estimates, model: ModelSample) -> None:
         {"chip.launch_s": max(host_s, 1e-9) / model.num_kernels},
         f"measurement: training a tiny model, host time by kernel of {model.num_kernels}, "
         + _spread(model.timing),
+    )
+
+
+def _runtime(found: Estimates, measured: Measured) -> None:
+    """What the runtime adds to a step, where the host computes: elsewhere it runs ahead."""
+    if found.cluster.device != "cpu":
+        return
+    for what, free in (
+        ("gradients", [Free(path="runtime.touch_s", low=1e-9, high=1.0)]),
+        (
+            "update",
+            [
+                Free(path="runtime.update_s", low=1e-9, high=1.0),
+                Free(path="runtime.update_element_s", low=0.0, high=1.0, scale=1e-9),
+            ],
+        ),
+    ):
+        those = [sample for sample in measured.parameters if sample.what == what]
+        found.fit(those, free, f"{what} of parameters in the runtime")
+    found.set(
+        {"runtime.step_s": measured.agreement.median_s},
+        "measurement: an all-reduce of five numbers, median",
     )
 
 
@@ -196,16 +224,25 @@ def _communication(found: Estimates, measured: Measured) -> None:
         found.cluster = on(
             found.cluster, with_values(found.cluster.hardware, {"node_link.in_step": 1.0})
         )
-        sizes = {s.group.size for s in inside if isinstance(s, CollectiveSample)}
+        rings = [s for s in inside if _name_of(s) == "all_reduce"]
+        sizes = {s.group.size for s in rings if isinstance(s, CollectiveSample)}
+        scale = min(sample.timing.median_s for sample in rings) / 4
         free = [
             Free(path="node_link.bytes_per_s", low=1e5, high=1e13),
             Free(path="node_link.latency_s", low=1e-8, high=1.0),
-            Free(path="node_link.latency_per_rank_s", low=0.0, high=1.0, scale=1e-5),
+            Free(path="node_link.latency_per_rank_s", low=0.0, high=1.0, scale=scale),
         ]
         if len(sizes) > 1:
             free.append(Free(path="node_link.lost_per_rank", low=0.0, high=1.5))
         ranks = ", ".join(map(str, sorted(sizes)))
-        found.fit(inside, free, f"collectives of {ranks} ranks and messages in a node")
+        found.fit(rings, free, f"all-reduces of {ranks} ranks in a node")
+        for name in ("all_gather", "reduce_scatter", "all_to_all", "message"):
+            those = [sample for sample in inside if _name_of(sample) == name]
+            pace = [
+                Free(path=f"node_link.{name}.{field}", low=0.001, high=1000.0)
+                for field in ("latency", "bandwidth")
+            ]
+            found.fit(those, pace, f"{name.replace('_', '-')} in a node, beside all-reduce")
         if found.cluster.device == "cpu":
             found.set(
                 {"node_link.in_step": 1.0},
@@ -233,8 +270,12 @@ def _communication(found: Estimates, measured: Measured) -> None:
 
 def slowdown(overlap: Overlap) -> float:
     """Seconds by which a second of overlap lengthens compute that outlasts the collective."""
-    longer = overlap.both.best_s - overlap.compute.best_s
-    return min(max(longer / overlap.collective.best_s, 0.0), 2.0)
+    longer = overlap.both.compute_s - overlap.compute.compute_s
+    return min(max(longer / overlap.collective.median_s, 0.0), 2.0)
+
+
+def _name_of(sample: CollectiveSample | MessageSample) -> str:
+    return "message" if isinstance(sample, MessageSample) else sample.collective.value
 
 
 def _crosses(sample: CollectiveSample | MessageSample) -> bool:
@@ -244,4 +285,6 @@ def _crosses(sample: CollectiveSample | MessageSample) -> bool:
 
 
 def _spread(timing: Timing) -> str:
-    return f"fastest of some; the median is {timing.median_s / timing.best_s:.2f} times as long"
+    counts = "median" if timing.is_shared else "fastest"
+    spread = timing.median_s / timing.best_s
+    return f"{counts} of some; the median is {spread:.2f} times as long as the fastest"

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from autopar.calibration import machine
-from autopar.calibration.clock import num_cores
+from autopar.calibration.clock import num_cores, overlap_clock
 from autopar.calibration.communication import Communication
 from autopar.calibration.compute import Compute
 from autopar.calibration.document import render, write_document
@@ -151,7 +151,7 @@ def _measure(
     assert isinstance(world, DistributedGroup)
     effort = request.effort or effort_for(device.type, quick=request.quick)
     talk = Communication(world, device, effort, per_node=base.gpus_per_node)
-    work = Compute.on(device, effort, ranks=base.gpus_per_node, agree=talk.agree)
+    work = Compute.on(device, effort, talk)
     precision = base.default_precision
     say("launches")
     kernel, tiny = work.kernel(), work.tiny_model()
@@ -166,6 +166,7 @@ def _measure(
     attention = tuple(work.attention(precision))
     say("small models")
     models = tuple(work.models(precision))
+    parameters = tuple(work.parameters())
     say("communication")
     links: list[CollectiveSample | MessageSample] = []
     if world.size > 1:
@@ -182,15 +183,19 @@ def _measure(
         products=products,
         attention=attention,
         others=others,
+        parameters=parameters,
+        agreement=talk.agreement(),
         links=tuple(links),
-        overlap=_overlap(talk, device, DTYPES[precision]) if world.size > 1 else None,
+        overlap=_overlap(talk, base, device, DTYPES[precision]) if world.size > 1 else None,
         num_sms=machine.num_sms(),
         usable_bytes=usable,
         context_bytes=context,
     )
 
 
-def _overlap(talk: Communication, device: torch.device, dtype: torch.dtype) -> Overlap:
+def _overlap(
+    talk: Communication, base: Cluster, device: torch.device, dtype: torch.dtype
+) -> Overlap:
     """Products that take about twice as long as the collective beside them."""
     size = 256 if device.type == "cpu" else 4096
     left = torch.randn(size, size, device=device).to(dtype)
@@ -202,9 +207,10 @@ def _overlap(talk: Communication, device: torch.device, dtype: torch.dtype) -> O
 
         return call
 
-    one, collective, _ = talk.beside(products(1))
-    num = min(10_000, max(1, round(2 * collective.best_s / one.best_s)))
-    compute, collective, both = talk.beside(products(num))
+    clock = overlap_clock(device, ranks=base.gpus_per_node)
+    one, collective, _ = talk.beside(products(1), clock)
+    num = min(10_000, max(1, round(2 * collective.median_s / one.best_s)))
+    compute, collective, both = talk.beside(products(num), clock)
     return Overlap(compute=compute, collective=collective, both=both)
 
 

@@ -18,10 +18,22 @@ from autopar.solver.hardware import Cluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Seconds of one call: the fastest and the median of some repeats."""
+    """Seconds of one call: the fastest and the median of some repeats.
+
+    ``is_shared`` if other ranks belong to what was measured: they share caches and memory with it,
+    in some repeats less than in training.
+    """
 
     best_s: float
     median_s: float
+    is_shared: bool = False
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of compute: the fastest repeat, because whatever else runs only adds to it; the
+        median where what else runs is other ranks.
+        """
+        return self.median_s if self.is_shared else self.best_s
 
 
 class Sample(Protocol):
@@ -37,9 +49,8 @@ class Sample(Protocol):
 
     @property
     def measured_s(self) -> float:
-        """Seconds that the cost model should say: of compute the fastest, because whatever else
-        runs only adds to it; of communication the median, because waiting for each other is part
-        of it.
+        """Seconds that the cost model should say: of compute ``compute_s``; of communication the
+        median, because waiting for each other is part of it.
         """
         ...
 
@@ -59,7 +70,7 @@ class WorkSample:
 
     @property
     def measured_s(self) -> float:
-        return self.timing.best_s
+        return self.timing.compute_s
 
     def predicted_s(self, cluster: Cluster) -> float:
         alone = with_values(cluster.hardware, {"chip.launch_s": 0.0})

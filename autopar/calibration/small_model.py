@@ -50,7 +50,7 @@ class ModelSample:
 
     @property
     def measured_s(self) -> float:
-        return self.timing.best_s
+        return self.timing.compute_s
 
     @property
     def num_kernels(self) -> int:

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from autopar.ir.moves import Collective
 from autopar.solver.hardware import Cluster
+from autopar.solver.hardware.spec import Pace
+
+_RING = Pace(latency=1.0, bandwidth=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,36 +59,48 @@ class Links:
         if collective is Collective.NONE or group.size == 1 or num_bytes == 0:
             return 0.0
         rounds = 2 if collective is Collective.ALL_REDUCE else 1
+        pace = self._pace(collective)
         if collective is Collective.ALL_TO_ALL:
-            return self._all_to_all(num_bytes, group)
+            return self._all_to_all(num_bytes, group, pace)
         traffic = rounds * num_bytes * (group.size - 1) / group.size
-        inside = traffic / self._node_bandwidth(group.per_node) if group.per_node > 1 else 0.0
+        inside = 0.0
+        if group.per_node > 1:
+            inside = traffic / (self._node_bandwidth(group.per_node) * pace.bandwidth)
         outside = 0.0
         if group.num_nodes > 1:  # one ring: what crosses each border is what each rank passes on
             outside = traffic * group.sharing / self._network_bandwidth()
-        return self._latency(group) * (1 + rounds) / 3 + max(inside, outside)
+        return self._latency(group, pace) * (1 + rounds) / 3 + max(inside, outside)
 
     def message_seconds(self, num_bytes: float, *, crosses_nodes: bool, sharing: int) -> float:
         """Seconds of one message to a rank; ``sharing`` ranks of the node send at the same time."""
         link, network = self.cluster.hardware.node_link, self.cluster.hardware.network
         if not crosses_nodes:
-            return link.latency_s / 2 + num_bytes / (link.bytes_per_s * link.in_step)
+            bandwidth = link.bytes_per_s * link.in_step * link.message.bandwidth
+            return link.latency_s / 2 * link.message.latency + num_bytes / bandwidth
         return network.latency_s + num_bytes * sharing / self._network_bandwidth()
 
-    def _all_to_all(self, num_bytes: float, group: Group) -> float:
+    def _all_to_all(self, num_bytes: float, group: Group, pace: Pace) -> float:
         """Each rank holds a part of the tensor, and sends a part of that to each other rank."""
         share = num_bytes / group.size**2
         inside = share * (group.per_node - 1)
         outside = share * (group.size - group.per_node) * group.per_node * group.sharing
         return (
-            self._latency(group)
-            + inside / self._node_bandwidth(max(2, group.per_node))
+            self._latency(group, pace)
+            + inside / (self._node_bandwidth(max(2, group.per_node)) * pace.bandwidth)
             + outside / self._network_bandwidth()
         )
 
-    def _latency(self, group: Group) -> float:
+    def _pace(self, collective: Collective) -> Pace:
+        link = self.cluster.hardware.node_link
+        return {
+            Collective.ALL_GATHER: link.all_gather,
+            Collective.REDUCE_SCATTER: link.reduce_scatter,
+            Collective.ALL_TO_ALL: link.all_to_all,
+        }.get(collective, _RING)
+
+    def _latency(self, group: Group, pace: Pace) -> float:
         link, network = self.cluster.hardware.node_link, self.cluster.hardware.network
-        inside = link.latency_s + group.per_node * link.latency_per_rank_s
+        inside = (link.latency_s + group.per_node * link.latency_per_rank_s) * pace.latency
         return (inside if group.per_node > 1 else 0.0) + network.latency_s * (group.num_nodes - 1)
 
     def _node_bandwidth(self, num_ranks: int) -> float:

@@ -138,6 +138,10 @@ _MAY_BE_ZERO = (
     "chip.launch_s",
     "chip.kernel_s",
     "efficiency.tile_ramp",
+    "runtime.touch_s",
+    "runtime.update_s",
+    "runtime.update_element_s",
+    "runtime.step_s",
 )
 
 

@@ -85,12 +85,23 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """A collective beside a ring: ``latency`` times the latency, ``bandwidth`` times the bandwidth
+    that the ring's numbers let expect of it. Both are 1 where all collectives are rings.
+    """
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLink:
     """Ring collectives inside a node, of ``n`` ranks.
 
     They take ``latency_s + n · latency_per_rank_s + traffic / bandwidth``.
     Bandwidth is ``bytes_per_s · (1 − lost_per_rank / n) · in_step``, the last for what other
-    kernels of a training step take away.
+    kernels of a training step take away. The numbers are those of all-reduces; the others and
+    messages have a pace beside them.
     """
 
     bytes_per_s: float
@@ -98,6 +109,10 @@ class NodeLink:
     in_step: float
     latency_s: float
     latency_per_rank_s: float
+    all_gather: Pace
+    reduce_scatter: Pace
+    all_to_all: Pace
+    message: Pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +132,27 @@ class Overlap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """What the runtime adds to a step beside the kernels of the model, where the host is what
+    computes; 0 where it runs ahead of its chip.
+
+    Attributes:
+        touch_s: Each time that it handles a parameter: its gradient is taken from a backward, or
+            the parameter from what was gathered.
+        update_s, update_element_s: A parameter at the end of a step, whose optimizer has kernels
+            for each, and each of its elements beside the optimizer's traffic: the norm, clipping.
+        step_s: Once a step: the batch is checked, and all ranks agree on loss and norm.
+    """
+
+    touch_s: float
+    update_s: float
+    update_element_s: float
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """A hardware file: a chip, a node of them, and the network between nodes."""
+    """A hardware file: a chip, a node of them, the network between nodes, and the runtime."""
 
     name: str
     device: str
@@ -131,4 +165,5 @@ class Hardware:
     node_link: NodeLink
     network: Network
     overlap: Overlap
+    runtime: Runtime
     sources: Mapping[str, str]

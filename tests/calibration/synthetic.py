@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.calibration.estimates import Measured, Overlap
 from autopar.calibration.hardware import on, with_values
+from autopar.calibration.parameters import ParameterSample, ParameterSizes
 from autopar.calibration.samples import CollectiveSample, MessageSample, Timing, WorkSample
 from autopar.calibration.small_model import ModelSample
 from autopar.ir.moves import Collective
@@ -96,6 +99,18 @@ def link_samples(truth: Cluster) -> tuple[CollectiveSample | MessageSample, ...]
     return tuple(found)
 
 
+def parameter_samples(truth: Cluster) -> tuple[ParameterSample, ...]:
+    """Small parameters, of which gradients are taken, too, and large ones, as ``truth`` has them;
+    none where the host runs ahead.
+    """
+    if truth.device != "cpu":
+        return ()
+    sizes = [ParameterSizes(num=40, rows=8), ParameterSizes(num=3, rows=700)]
+    samples = [ParameterSample(what="gradients", sizes=sizes[0], timing=_exactly(1.0))]
+    samples += [ParameterSample(what="update", sizes=each, timing=_exactly(1.0)) for each in sizes]
+    return tuple(replace(sample, timing=_exactly(sample.predicted_s(truth))) for sample in samples)
+
+
 def measured_on(truth: Cluster) -> Measured:
     """All measurements, as ``truth`` would give them without noise."""
     itemsize = {"bf16": 2, "fp32": 4, "float64": 8}
@@ -133,6 +148,8 @@ def measured_on(truth: Cluster) -> Measured:
             for other, size in itemsize.items()
             if other != main
         },
+        parameters=parameter_samples(truth),
+        agreement=_exactly(truth.hardware.runtime.step_s),
         links=link_samples(truth),
         overlap=Overlap(
             compute=_exactly(2.0), collective=_exactly(1.0), both=_exactly(2.0 + slowdown)

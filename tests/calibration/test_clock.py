@@ -7,7 +7,15 @@ import time
 import torch
 
 from autopar.calibration import clock
-from autopar.calibration.clock import CpuClock, EventClock, WallClock, compute_clock, measure
+from autopar.calibration.clock import (
+    CpuClock,
+    EventClock,
+    MeetingClock,
+    WallClock,
+    compute_clock,
+    measure,
+    overlap_clock,
+)
 
 
 class Ticking:
@@ -76,6 +84,27 @@ def test_ranks_that_share_cores_are_timed_by_their_share(monkeypatch):
     assert compute_clock(cpu, ranks=1) == WallClock()
     assert compute_clock(cpu, ranks=4) == CpuClock(2.0)
     assert compute_clock(torch.device("cuda", 1), ranks=8) == EventClock("cuda")
+
+
+def test_overlap_is_timed_by_what_it_takes_of_cores_that_are_all_busy(monkeypatch):
+    monkeypatch.setattr(clock, "num_cores", lambda: 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    cpu = torch.device("cpu")
+    assert overlap_clock(cpu, ranks=8) == CpuClock(2.0)
+    assert overlap_clock(cpu, ranks=4) == CpuClock(1.0)
+    assert overlap_clock(cpu, ranks=3) == WallClock()  # a core is left for communication
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert overlap_clock(cpu, ranks=2) == WallClock()
+
+
+def test_ranks_that_meet_count_as_the_slowest_and_at_their_median():
+    ticking = Ticking(0.5, 0.1, 0.4, 0.2, 0.3)
+    others = iter((0.6, 0.2, 0.9, 0.1, 5.0))
+    meeting = MeetingClock(ticking, lambda seconds: max(seconds, next(others)))
+    timing = measure(meeting, lambda: None, target_s=0.2, samples=3)
+    assert (timing.best_s, timing.median_s) == (0.2, 0.9)
+    assert timing.compute_s == 0.9
+    assert measure(Ticking(1.0, 1.0, 3.0), lambda: None, target_s=1.0, samples=1).compute_s == 3.0
 
 
 def test_cpu_time_passes_only_while_the_process_computes(monkeypatch):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.calibration.estimates import estimate
+from autopar.calibration.estimates import Overlap, estimate, slowdown
 from autopar.calibration.hardware import on, with_values
-from autopar.calibration.samples import agreement
+from autopar.calibration.samples import Timing, agreement
 from autopar.solver.hardware import Cluster
 from tests.calibration.synthetic import cluster, measured_on
 
@@ -26,6 +26,8 @@ OTHER_GPU = {
     "network__efficiency": 0.3,
     "network__latency_s": 5e-5,
     "overlap__slowdown": 0.4,
+    "node_link__all_to_all__latency": 3.0,
+    "node_link__message__bandwidth": 0.5,
 }
 OTHER_CPU = {
     "chip__launch_s": 9e-6,
@@ -36,6 +38,16 @@ OTHER_CPU = {
     "node_link__latency_s": 1e-3,
     "node_link__in_step": 1.0,
     "overlap__slowdown": 1.2,
+    "node_link__all_gather__latency": 0.5,
+    "node_link__reduce_scatter__latency": 2.0,
+    "node_link__reduce_scatter__bandwidth": 0.3,
+    "node_link__all_to_all__latency": 0.2,
+    "node_link__message__latency": 0.1,
+    "node_link__message__bandwidth": 2.0,
+    "runtime__touch_s": 7e-5,
+    "runtime__update_s": 1e-4,
+    "runtime__update_element_s": 3e-8,
+    "runtime__step_s": 5e-3,
 }
 
 
@@ -56,6 +68,26 @@ def test_the_cost_model_says_what_was_measured(base: str, nodes: int, other: dic
     assert found.value("node_link.in_step") == truth.hardware.node_link.in_step
     assert found.value("chip.launch_s") == pytest.approx(other["chip__launch_s"], 0.02)
     assert found.value("overlap.slowdown") == pytest.approx(other["overlap__slowdown"])
+    for name, value in other.items():
+        if name.startswith(("runtime", "node_link__all_", "node_link__reduce", "node_link__mess")):
+            assert found.value(name.replace("__", ".")) == pytest.approx(value, 0.05), name
+
+
+def test_a_host_that_runs_ahead_adds_nothing_to_a_step():
+    truth = cluster("a100-80gb", runtime__step_s=1.0)
+    found = estimate(Cluster("a100-80gb"), measured_on(truth))
+    assert not [path for path in found.sources if path.startswith("runtime")]
+    assert found.value("runtime.step_s") == 0.0
+
+
+def test_slowdown_is_what_a_second_of_communication_takes_from_compute():
+    half, one, two = (Timing(best_s=s, median_s=s) for s in (0.5, 1.0, 2.0))
+    late = Timing(best_s=1.0, median_s=4.0)
+    assert slowdown(Overlap(compute=one, collective=one, both=two)) == 1.0
+    assert slowdown(Overlap(compute=one, collective=late, both=two)) == 0.25
+    assert slowdown(Overlap(compute=one, collective=one, both=half)) == 0.0
+    assert slowdown(Overlap(compute=one, collective=half, both=late)) == 0.0
+    assert slowdown(Overlap(compute=half, collective=half, both=two)) == 2.0
 
 
 def test_a_gpu_that_is_slower_than_its_datasheet_keeps_its_peak():

@@ -1,5 +1,8 @@
 """Collectives: nothing on one rank, more bytes take longer, and links are shared."""
 
+import copy
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +10,7 @@ from hypothesis import strategies as st
 from autopar.ir.moves import Collective
 from autopar.solver.costs.comm import Links, group_of
 from autopar.solver.hardware import Cluster
+from autopar.solver.hardware.spec import Pace
 
 CLUSTER = Cluster("a100-80gb", nodes=8)
 TRAFFIC = [collective for collective in Collective if collective is not Collective.NONE]
@@ -53,3 +57,36 @@ def test_bus_bandwidth_inside_a_node_is_near_what_nccl_reaches():
         Collective.ALL_REDUCE, 2**30, group_of(CLUSTER, size=8, stride=1)
     )
     assert 2 * 7 / 8 * 2**30 / seconds == pytest.approx(230e9 * link.in_step, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_to_all"])
+def test_a_collective_has_its_own_pace_inside_a_node(name):
+    def seconds(num_bytes: float, cluster: Cluster, other: str = name) -> float:
+        group = group_of(cluster, size=8, stride=1)
+        return Links(cluster).seconds(Collective(other), num_bytes, group)
+
+    link = CLUSTER.hardware.node_link
+    slow = copy.copy(CLUSTER)
+    paced = replace(link, **{name: Pace(latency=3.0, bandwidth=0.5)})
+    slow.hardware = replace(CLUSTER.hardware, node_link=paced)
+    latency = seconds(1e-9, CLUSTER)
+    assert seconds(1e-9, slow) == pytest.approx(3 * latency)
+    traffic = seconds(1e9, CLUSTER) - latency
+    assert seconds(1e9, slow) == pytest.approx(3 * latency + 2 * traffic)
+    assert seconds(1e9, slow, "all_reduce") == seconds(1e9, CLUSTER, "all_reduce")
+
+
+def test_a_message_has_its_own_pace_inside_a_node():
+    slow = copy.copy(CLUSTER)
+    paced = replace(CLUSTER.hardware.node_link, message=Pace(latency=3.0, bandwidth=0.5))
+    slow.hardware = replace(CLUSTER.hardware, node_link=paced)
+
+    def seconds(num_bytes: float, cluster: Cluster, *, crosses: bool) -> float:
+        return Links(cluster).message_seconds(num_bytes, crosses_nodes=crosses, sharing=1)
+
+    assert seconds(0, slow, crosses=False) == pytest.approx(3 * seconds(0, CLUSTER, crosses=False))
+    traffic = [
+        seconds(1e9, c, crosses=False) - seconds(0, c, crosses=False) for c in (slow, CLUSTER)
+    ]
+    assert traffic[0] == pytest.approx(2 * traffic[1])
+    assert seconds(1e9, slow, crosses=True) == seconds(1e9, CLUSTER, crosses=True)
