@@ -39,7 +39,7 @@ def fold_constants(flat: FlatGraph) -> None:
             or a position lies outside a table.
     """
     constant = constant_nodes(flat)
-    _merge_equal(flat, constant)
+    merge_equal(flat, constant)
     frontier = [
         node
         for node in flat.calls()
@@ -80,7 +80,7 @@ def constant_nodes(flat: FlatGraph) -> set[fx.Node]:
     return found
 
 
-def _merge_equal(flat: FlatGraph, constant: set[fx.Node]) -> None:
+def merge_equal(flat: FlatGraph, constant: set[fx.Node]) -> None:
     """Of calls that compute the same constant (each layer its own) the first is left."""
     first: dict[object, fx.Node] = {}
     for node in flat.calls():

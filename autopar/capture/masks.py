@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.capture.constants import BATCHES, constant_nodes, evaluate
+from autopar.capture.constants import BATCHES, constant_nodes, evaluate, merge_equal
 from autopar.capture.flat import FlatGraph, argument, remove_dead_code
 from autopar.capture.mask_rows import KeyRuns, key_runs
 from autopar.ir.graph import info
@@ -27,6 +27,7 @@ def simplify_masks(flat: FlatGraph) -> None:
     everything pass.
     """
     constant = constant_nodes(flat)
+    merge_equal(flat, constant)  # each layer makes its own
     verdicts: dict[fx.Node, str] = {}
     for node in flat.calls():
         mask = argument(node, 3, "attn_mask", None) if node.target is _ATTENTION else None
