@@ -37,7 +37,7 @@ class SegmentRunner:
         self.segment = segment
         self._interpreter = _BlockInterpreter(segment.module)
         loss_block = model.producer(model.loss)[0]
-        whole = recomputed_blocks(model, schedule.recompute)
+        whole = recomputed_blocks(model, schedule.recompute, schedule.recomputed_blocks)
         by_nodes = _by_nodes(segment, schedule)
         calls = [node for node in segment.module.graph.nodes if node.op == "call_module"]
         for node, block in zip(calls, segment.blocks, strict=True):

@@ -24,11 +24,14 @@ in t, t − f and t − g, so that these three are what is bounded below (``Stag
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.solver.facts import Floats
+from autopar.solver.recomputing import again_s
 from autopar.solver.stages import Stager, run_maxima, run_sums
 
 
@@ -60,32 +63,43 @@ def exact_times(stager: Stager) -> StageTimes:
 
 
 class StageBounds:
-    """The bounds of all stages and runs of one candidate."""
+    """The bounds of all stages and runs of one candidate.
 
-    def __init__(self, stager: Stager, times: StageTimes, fits: list[Floats] | None = None) -> None:
-        self.stager, self.times, self.fitting = stager, times, fits
+    Args:
+        stager: With the costs of a layout, or the least.
+        times: The same.
+        again: ``again_s`` of all stages; default: exactly.
+    """
+
+    def __init__(
+        self, stager: Stager, times: StageTimes, again: Sequence[Floats] | None = None
+    ) -> None:
+        self.stager, self.times, self.again = stager, times, again
         self.total = float(times.both.sum())
         self.run = run_sums(times.both)
         self.before = np.concatenate([[0.0], np.cumsum(times.both)])[:-1, None]
-        self.extra, self.stream = self._communication()
         self.messages = self._messages()
 
     def __call__(self, stage: int) -> Floats:
         """Over runs: no step with the run as ``stage`` is faster; inf where it does not fit."""
         candidate = self.stager.candidate
         num = candidate.num_micro_batches
-        bound = self.before + num * self.run  # (A)
+        needed = again_s(self.stager, stage) if self.again is None else self.again[stage]
+        fits = np.isfinite(needed)
+        again = np.where(fits, needed, 0.0)
+        run, total = self.run + again, self.total + again
+        bound = self.before + num * run  # (A)
         if candidate.schedule == "1f1b":
             ahead = min(num, candidate.pp - stage) - 1
-            waiting = self.total + (num - 1) * self.run - ahead * run_sums(self.times.forward)
+            waiting = total + (num - 1) * run - ahead * run_sums(self.times.forward)
             bound = np.maximum(bound, waiting + self.messages[0])  # (B)
-            loop = self.total - self.before + self.messages[stage]
+            loop = total - self.before + self.messages[stage]
             bound = np.maximum(bound, self.before + -(-num // (ahead + 1)) * loop)  # (F)
         elif stage == candidate.pp - 1:
-            bound = np.maximum(bound, self.total + (num - 1) * self.run + self.messages[0])
-        bound = np.maximum(bound + self.extra, self.stream)  # (C), (D)
-        fits = self.stager.fits(stage) if self.fitting is None else self.fitting[stage]
-        return np.where(fits > 0, bound, np.inf)
+            bound = np.maximum(bound, total + (num - 1) * run + self.messages[0])
+        extra, stream = self._communication(again)
+        bound = np.maximum(bound + extra, stream)  # (C), (D)
+        return np.where(fits, bound, np.inf)
 
     def _messages(self) -> list[float]:
         """For each stage, least seconds of the messages of a micro-batch to the end and back."""
@@ -95,8 +109,18 @@ class StageBounds:
         hops = [stager.message_s(least, s) for s in range(stager.candidate.pp - 1)]
         return [2 * sum(hops[stage:]) for stage in range(stager.candidate.pp)]
 
-    def _communication(self) -> tuple[Floats, Floats]:
-        """(C) added to what a stage computes, and (D)."""
+    def _communication(self, again: Floats) -> tuple[Floats, Floats]:
+        """(C) added to what a stage computes, and (D); ``again`` lengthens backward."""
+        if not again.any():
+            return self._without
+        return self._communicate(again)
+
+    @functools.cached_property
+    def _without(self) -> tuple[Floats, Floats]:
+        """Communication without recomputation: the same for every stage."""
+        return self._communicate(np.zeros(self.run.shape))
+
+    def _communicate(self, again: Floats) -> tuple[Floats, Floats]:
         stager, candidate = self.stager, self.stager.candidate
         gather, reduce = stager.gather_s(), stager.reduce_s()
         gathers, reductions = run_sums(gather), run_sums(reduce)
@@ -112,7 +136,7 @@ class StageBounds:
             if candidate.schedule == "1f1b" and zero <= 1 and num >= candidate.pp + 1:
                 exposed = np.maximum(first_gather, gathers - run_sums(self.times.forward))
                 exposed = exposed + np.maximum(
-                    first_reduce, reductions - run_sums(self.times.backward)
+                    first_reduce, reductions - run_sums(self.times.backward) - again
                 )
             elif zero == 3:
                 stream = each * (num if candidate.schedule == "1f1b" else 1)

@@ -32,6 +32,9 @@ _RANGES = {"zero_stage": (0, 3), "sequence_parallel": (0, 1), "loss_parallel": (
 LONG_SEQUENCE = 32768
 """Sequences of so many tokens are searched for a context axis."""
 
+VIRTUAL_STAGES = (2, 3, 4, 6, 8, 12, 16)
+"""Numbers of virtual stages on each stage that are searched; others can be pinned."""
+
 MAX_CONTEXT = 64
 """The largest context axis that is searched; larger ones can be pinned."""
 
@@ -97,6 +100,7 @@ class Candidate:
     recompute: RecomputeName
     schedule: ScheduleName
     virtual_stages: int = 1
+    recomputed_blocks: tuple[int, ...] = ()  # of recompute "blocks", once they are chosen
     kernels: str = DEFAULT_KERNELS
     sequence_parallel: bool | None = None
     loss_parallel: bool = True
@@ -149,8 +153,12 @@ class Candidate:
         """
         if self.schedule == "layered" and self.pp > 1:
             return False
-        by_block = self.recompute in ("full", "selective_layer")
+        by_block = self.recompute in ("full", "selective_layer", "blocks")
         return self.dp > 1 or by_block or self.schedule == "layered"
+
+    def _recompute_text(self) -> str:
+        num = len(self.recomputed_blocks)
+        return f"{num} block{'s' * (num > 1)}" if num else self.recompute
 
     def __str__(self) -> str:
         more = "".join(
@@ -159,7 +167,7 @@ class Candidate:
         return (
             f"pp {self.pp} × dp {self.dp_replicate}·{self.dp_shard}{more} × tp {self.tp}, "
             f"micro-batch {self.micro_batch_size} × {self.num_micro_batches}, "
-            f"ZeRO {self.zero_stage}, recompute {self.recompute}, {self.schedule}"
+            f"ZeRO {self.zero_stage}, recompute {self._recompute_text()}, {self.schedule}"
             + (f" × {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else "")
         )
 
@@ -280,15 +288,16 @@ def _check_zero(pin: Pins) -> None:
 
 
 def _check_virtual(pin: Pins) -> None:
-    virtual, pp = int(pin.get("virtual_stages", 1)), pin.get("pp")
-    if virtual > 1 and pp == 1:
+    virtual, pp = pin.get("virtual_stages"), pin.get("pp")
+    if virtual not in (None, 1) and pp == 1:
         raise InputError(
             f"virtual_stages={virtual} and pp=1 are pinned, but one stage has nothing to interleave"
         )
-    if virtual == 1 and pin.get("schedule") == "interleaved":
+    if pin.get("schedule") == "interleaved" and (virtual == 1 or pp == 1):
+        alone = "virtual_stages=1" if virtual == 1 else "pp=1"
         raise InputError(
-            "schedule='interleaved' is pinned, but it needs several virtual stages",
-            hint="pin virtual_stages to 2 or more as well",
+            f"schedule='interleaved' and {alone} are pinned, but it needs several virtual stages "
+            "on each of several stages"
         )
 
 
@@ -305,7 +314,7 @@ def candidates(
     found = tuple(
         candidate
         for mesh in _meshes(cluster, model, pin)
-        for candidate in _of_mesh(mesh, global_batch_size, pin)
+        for candidate in _of_mesh(mesh, global_batch_size, model, pin)
     )
     if not found:
         pinned = ", ".join(f"{name}={value}" for name, value in pin.items()) or "nothing"
@@ -363,30 +372,31 @@ def _expert_degrees(gpus: int, degrees: Mapping[str, int], model: Divisible) -> 
 
 
 def _data_degrees(dp: int, degrees: Mapping[str, int]) -> Iterator[tuple[int, int]]:
-    """(dp_replicate, dp_shard)."""
+    """(dp_replicate, dp_shard): all ways to divide the data ranks, unless they are pinned."""
     if "dp_replicate" in degrees or "dp_shard" in degrees:
         replicate = degrees.get("dp_replicate") or dp // degrees["dp_shard"] or 1
         shard = degrees.get("dp_shard") or dp // replicate
         if replicate * shard == dp:
             yield replicate, shard
         return
-    yield dp, 1
-    if dp > 1:
-        yield 1, dp
+    for shard in divisors(dp):
+        yield dp // shard, shard
 
 
-def _of_mesh(mesh: Mesh, global_batch_size: int, pin: Pins) -> Iterator[Candidate]:
+def _of_mesh(
+    mesh: Mesh, global_batch_size: int, model: Divisible, pin: Pins
+) -> Iterator[Candidate]:
     if global_batch_size % mesh.batch_ranks:
         return
     share = global_batch_size // mesh.batch_ranks
-    recomputes: tuple[RecomputeName, ...] = ("none", "full")
+    recomputes: tuple[RecomputeName, ...] = ("blocks",)
     if "recompute" in pin:
         recomputes = (cast("RecomputeName", pin["recompute"]),)
     sharded = pin.get("sequence_parallel")
     for micro_batch_size in _micro_batch_sizes(share, pin):
         for zero_stage in _zero_stages(mesh, pin):
             for recompute in recomputes:
-                for schedule in _schedules(pin):
+                for schedule, virtual in _schedules(mesh.pp, model, pin):
                     candidate = Candidate(
                         pp=mesh.pp,
                         dp_replicate=mesh.dp_replicate,
@@ -399,7 +409,7 @@ def _of_mesh(mesh: Mesh, global_batch_size: int, pin: Pins) -> Iterator[Candidat
                         zero_stage=zero_stage,
                         recompute=recompute,
                         schedule=schedule,
-                        virtual_stages=int(pin.get("virtual_stages", 1)),
+                        virtual_stages=virtual,
                         kernels=str(parse_kernels(str(pin.get(KERNEL_PIN, DEFAULT_KERNELS)))),
                         sequence_parallel=None if sharded is None else bool(sharded),
                         loss_parallel=bool(pin.get("loss_parallel", 1)),
@@ -428,22 +438,38 @@ def _zero_stages(mesh: Mesh, pin: Pins) -> tuple[int, ...]:
     return (0, 1, 2, 3) if asked else (0,)
 
 
-def _schedules(pin: Pins) -> tuple[ScheduleName, ...]:
-    """Over virtual stages 1F1B is interleaved; the modular pipeline has to be asked for."""
+def _schedules(pp: int, model: Divisible, pin: Pins) -> Iterator[tuple[ScheduleName, int]]:
+    """Schedules with numbers of virtual stages: over several, 1F1B is interleaved, and the layered
+    order makes the modular pipeline.
+    """
     pinned = pin.get("schedule")
-    if pin.get("virtual_stages", 1) != 1:
-        return ("layered",) if pinned == "layered" else ("interleaved",)
-    return ("1f1b", "layered") if pinned is None else (cast("ScheduleName", pinned),)
+    if "virtual_stages" in pin:
+        numbers: tuple[int, ...] = (int(pin["virtual_stages"]),)
+    else:
+        most = model.num_blocks // pp if pp > 1 else 1
+        numbers = (1, *(number for number in VIRTUAL_STAGES if number <= most))
+    for number in numbers:
+        names: tuple[ScheduleName, ...] = ("1f1b", "layered")
+        if number > 1:
+            names = ("interleaved", "layered")
+        for name in names:
+            wanted = pinned is None or pinned == name
+            if wanted or (pinned == "1f1b" and "virtual_stages" in pin and name == "interleaved"):
+                yield name, number
 
 
 def _holds(candidate: Candidate, pin: Pins) -> bool:
     names = ("micro_batch_size", "zero_stage", "recompute")
     if any(name in pin and pin[name] != getattr(candidate, name) for name in names):
         return False
-    # One micro-batch has only one order; the layered one keeps its gathers further apart.
     if candidate.num_micro_batches == 1 and "schedule" not in pin:
-        return candidate.schedule != "layered"
-    return True
+        # One has only one order; the layered one keeps its gathers further apart.
+        return candidate.schedule != "layered" and (
+            "virtual_stages" in pin or candidate.virtual_stages == 1
+        )
+    # Interleaved, fewer micro-batches than stages leave stages waiting as if there were no others.
+    is_short = candidate.num_micro_batches < candidate.pp and candidate.schedule == "interleaved"
+    return not is_short or "virtual_stages" in pin
 
 
 def divisors(number: int) -> tuple[int, ...]:

@@ -75,7 +75,8 @@ class Estimator:
         self.search = Search(facts, cluster, itemsizes(training), divisible(facts, self.seq_len))
 
     def __call__(self, pin: Pins, *, global_batch_size: int) -> Estimate:
-        """The estimate of the layout that ``pin`` describes.
+        """The estimate of the layout that ``pin`` describes; without virtual stages if it says
+        nothing of them.
 
         Raises:
             InputError: A pin cannot hold, or something is left open.
@@ -84,16 +85,18 @@ class Estimator:
             self.cluster,
             global_batch_size=global_batch_size,
             model=self.search.divisible,
-            pin=pin,
+            pin={"virtual_stages": 1} | dict(pin),
         )
-        only, *others = found
-        if others:
-            names = [
-                field.name
-                for field in fields(Candidate)
-                if len({getattr(candidate, field.name) for candidate in found}) > 1
-                and field.name != "num_micro_batches"
-            ]
+        only = found[0]
+        names = [
+            field.name
+            for field in fields(Candidate)
+            if len({getattr(candidate, field.name) for candidate in found}) > 1
+            and field.name != "num_micro_batches"
+        ]
+        if "recompute" not in pin:
+            names.append("recompute")
+        if names:
             raise InputError(
                 f"the layout leaves {', '.join(names)} open: {len(found)} layouts are like it",
                 hint="pin them, too, or let autopar.plan choose",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -68,6 +68,8 @@ def _closest(search: Search, tried: Sequence[Candidate]) -> _Closest:
 
 
 def _fullest(search: Search, candidate: Candidate) -> _Closest:
+    if candidate.recompute == "blocks":  # all of them need least
+        candidate = replace(candidate, recompute="full")
     stager = search.stager(candidate, search.setting(candidate).least)
     if candidate.virtual_stages > 1:
         cuts = min(virtual_cuts(stager), key=lambda cuts: max(stager.peak_bytes(cuts)))

@@ -115,7 +115,7 @@ def _rank(solved: Solved, stage: int) -> RankPrediction:
     comm = total(costs.forward_comm_s) + total(costs.backward_comm_s)
     forward = total(costs.forward_s)
     compute = forward + total(costs.backward_s) - comm
-    again = total(costs.forward_s * costs.again(candidate.recompute))
+    again = total(costs.forward_s * stager.again())
     adding = total(stager.adding_s())
     optimizer = optimizer_s(stager, solved.segments)[stage]
     busy, exposed = solved.simulation.busy_s[stage], solved.simulation.exposed_s[stage]

@@ -1,11 +1,14 @@
 """Best-first search over candidates, with a bound for each: the incumbent and what is proved of it.
 
-A candidate is refined in three steps, each when its bound is the lowest of all:
+A candidate is refined in five steps, each when its bound is the lowest of all:
 
-1. a scalar bound from rooflines (every op at its fastest, work spread evenly over stages);
+0. a bound from rooflines (every op at its fastest, work spread evenly over stages) that all
+   candidates with its degrees and micro-batches share;
+1. the same for its schedule, recomputation and virtual stages;
 2. the bound of ``bounds`` at the fastest layout of each kind, over all stage cuts by dynamic
    programming, runs that provably exceed memory left out;
-3. solved: the fastest layout, the best cuts for it, and the simulator.
+3. virtual stages that have only one layout: the same for that, and what it computes again;
+4. solved: the fastest layout, the best cuts for it, and the simulator.
 
 The search ends when no bound is below the best simulated step, or after a fixed number of solved
 candidates. What is then proved is the lowest bound of all candidates, solved ones included.
@@ -16,25 +19,27 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from autopar.ir.plan import RecomputeName
 from autopar.solver.bounds import StageBounds, StageTimes, exact_times
 from autopar.solver.candidates import Candidate, Divisible, Way
 from autopar.solver.costs.memory import Itemsizes
 from autopar.solver.cuts import best_cuts, layer_cuts
 from autopar.solver.data_axis import DataAxis
-from autopar.solver.facts import BlockCosts
+from autopar.solver.facts import BlockCosts, Floats
 from autopar.solver.hardware import Cluster
 from autopar.solver.in_flight import in_flight, most_in_flight
 from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.problem import MemoryLimit, Solution
+from autopar.solver.recomputing import again_s, choose_blocks
 from autopar.solver.settings import Setting, make_setting
 from autopar.solver.solved import Solved, simulate_cuts
 from autopar.solver.stages import Stager
 from autopar.solver.typed_axes import TypedAxes
-from autopar.solver.virtual_cuts import even_bound_s, even_bytes, virtual_cuts
+from autopar.solver.virtual_cuts import cut_bound_s, virtual_cuts
 
 Progress = Callable[[str], None]
 
@@ -61,7 +66,7 @@ class SearchResult:
     @property
     def open_bounds(self) -> list[tuple[float, Candidate]]:
         """Of candidates that were bounded by their stages and not tried, lowest first."""
-        found = [(bound, candidate) for bound, step, candidate in self.left if step == 2]
+        found = [(bound, candidate) for bound, step, candidate in self.left if step >= 2]
         return sorted(found, key=lambda pair: pair[0])
 
 
@@ -84,6 +89,7 @@ class Search:
         self.axes = TypedAxes(facts=facts, cluster=cluster)
         self.settings: dict[tuple[int, int, int, int, Way], Setting] = {}
         self.too_large: dict[tuple[int, int, int, Way], int] = {}  # by degrees: what never fits
+        self._rough: dict[tuple[int | Way, ...], float] = {}
 
     def run(self, candidates: Sequence[Candidate]) -> SearchResult:
         """The fastest candidate, and a bound on all of them."""
@@ -94,19 +100,22 @@ class Search:
         order = sorted(range(len(candidates)), key=lambda n: (candidates[n].micro_batch_size, n))
         for number in order:
             candidate = candidates[number]
-            heapq.heappush(queue, (self.scalar_bound(candidate), number, 1))
+            queue.append((self.rough_bound(candidate), number, 0))
+        heapq.heapify(queue)
+        refine = (self.scalar_bound, self.bound, self.layout_bound)
         while queue and len(result.solved) < MAX_SOLVED:
             bound, number, step = queue[0]
             if not math.isfinite(bound) or (result.best and bound >= result.best.step_s):
                 break
             heapq.heappop(queue)
             candidate = candidates[number]
-            if step == 1:
-                heapq.heappush(queue, (max(bound, self.bound(candidate)), number, 2))
+            if step < len(refine):
+                heapq.heappush(queue, (max(bound, refine[step](candidate)), number, step + 1))
                 continue
-            result.bounds[candidate] = bound
             self.progress(f"solving {candidate}")
             solved = self.solve(candidate)
+            is_only = self._has_one_layout(candidate) and solved is not None
+            result.bounds[candidate] = solved.step_s if is_only and solved else bound
             if solved is None:
                 result.unsettled.append(candidate)
                 continue
@@ -149,37 +158,77 @@ class Search:
         )
         return self.stager(candidate, costs)
 
-    def scalar_bound(self, candidate: Candidate) -> float:
-        """``scalar_bound_s`` of rooflines; infinite for what can fit nowhere."""
+    def rough_bound(self, candidate: Candidate) -> float:
+        """Of all candidates with its degrees and micro-batches; infinite for what fits nowhere."""
+        key = (candidate.pp, candidate.dp, *_layout_degrees(candidate), candidate.micro_batch_size)
+        known = self._rough.get((*key, candidate.way))
+        if known is None:
+            known = self._rough[*key, candidate.way] = self._rough_bound(candidate)
+        return known
+
+    def _rough_bound(self, candidate: Candidate) -> float:
         degrees = (*_layout_degrees(candidate), candidate.way)
         if candidate.micro_batch_size >= self.too_large.get(degrees, math.inf):
             return math.inf
-        if self.setting(candidate).least_bytes() > self.cluster.usable_bytes:
+        setting = self.setting(candidate)
+        if setting.least_bytes() > self.cluster.usable_bytes:
             self.too_large[degrees] = candidate.micro_batch_size
             return math.inf
+        return any_order_s(candidate, setting.roofline_times("none").both)
+
+    def scalar_bound(self, candidate: Candidate) -> float:
+        """``scalar_bound_s`` of rooflines."""
         setting = self.setting(candidate)
-        added = self.stager(candidate, setting.least).adding_s()
-        times = setting.roofline_times(candidate.recompute).plus_backward(added)
-        return scalar_bound_s(candidate, times)
+        stager = self.stager(candidate, setting.least)
+        times = setting.roofline_times(candidate.recompute).plus_backward(stager.adding_s())
+        bound = scalar_bound_s(candidate, times)
+        if candidate.virtual_stages > 1:
+            cuts = self._cuts(candidate, stager)
+            bound = max(bound, min(cut_bound_s(stager, times, cut, memory=False) for cut in cuts))
+        return bound
 
     def bound(self, candidate: Candidate) -> float:
         """No layout and no cuts of the candidate are faster; infinite when none fits."""
         setting = self.setting(candidate)
         stager = self.stager(candidate, setting.least)
         if candidate.virtual_stages > 1:
-            if even_bytes(stager) > self.cluster.usable_bytes:
-                return math.inf
             times = setting.least_times(candidate.recompute).plus_backward(stager.adding_s())
-            return max(scalar_bound_s(candidate, times), even_bound_s(stager, times))
-        fits = [stager.fits(stage, exact=False) for stage in range(candidate.pp)]
+            own = (cut_bound_s(stager, times, cuts) for cuts in self._cuts(candidate, stager))
+            return max(scalar_bound_s(candidate, times), min(own))
+        again = [again_s(stager, stage, exact=False) for stage in range(candidate.pp)]
         added = stager.adding_s()
         times = setting.roofline_times(candidate.recompute).plus_backward(added)
-        rooflines = StageBounds(stager, times, fits)
+        rooflines = StageBounds(stager, times, again)
         if not math.isfinite(self._cut(candidate, rooflines)[0]):
             return math.inf
         joint = candidate.pp == 1
         times = (setting.joint_times if joint else setting.least_times)(candidate.recompute)
-        return self._cut(candidate, StageBounds(stager, times.plus_backward(added), fits))[0]
+        return self._cut(candidate, StageBounds(stager, times.plus_backward(added), again))[0]
+
+    def layout_bound(self, candidate: Candidate) -> float:
+        """Of a candidate with one layout, cuts with what fits them; 0 for others."""
+        if not self._has_one_layout(candidate):
+            return 0.0
+        setting = self.setting(candidate)
+        stager = self.layout_stager(candidate, setting, setting.solution(candidate.recompute))
+        best = math.inf
+        for cuts in self._cuts(candidate, stager):
+            chosen = self._within(stager, cuts)
+            if chosen is not None:
+                best = min(best, cut_bound_s(chosen, exact_times(chosen), cuts))
+        return best
+
+    def _has_one_layout(self, candidate: Candidate) -> bool:
+        """Whether nothing is left but to simulate some cuts: without a tensor axis ranks have one
+        layout, and of virtual stages there are only ``virtual_cuts``.
+        """
+        return candidate.tp == 1 and candidate.virtual_stages > 1
+
+    def _within(self, stager: Stager, cuts: tuple[int, ...]) -> Stager | None:
+        """With its recomputed blocks chosen, or as it is; None where it does not fit."""
+        if stager.candidate.recompute == "blocks":
+            return choose_blocks(stager, cuts)
+        return stager if max(stager.peak_bytes(cuts)) <= self.cluster.usable_bytes else None
 
     def _cut(self, candidate: Candidate, bounds: StageBounds) -> tuple[float, tuple[int, ...]]:
         return best_cuts(len(self.facts.model.blocks), candidate.pp, bounds)
@@ -192,8 +241,8 @@ class Search:
         times = exact_times(stager)
         found = self._cuts(candidate, stager, times)
         if not found:  # no cuts fit: those that are fastest
-            everything = np.ones((len(self.facts.model.blocks), len(self.facts.model.blocks) + 1))
-            bounds = StageBounds(stager, times, [everything] * candidate.pp)
+            nothing = np.zeros((len(self.facts.model.blocks), len(self.facts.model.blocks) + 1))
+            bounds = StageBounds(stager, times, [nothing] * candidate.pp)
             found = (self._cut(candidate, bounds)[1],)
         return min(
             (simulate_cuts(candidate, setting, solution, stager, cuts) for cuts in found),
@@ -201,12 +250,27 @@ class Search:
         )
 
     def solve(self, candidate: Candidate) -> Solved | None:
-        """The candidate with its fastest layout that fits; None when none was found."""
+        """The candidate with the layout that is fastest of those that fit; None when none was
+        found.
+
+        What is too large for the fastest layout gets one that keeps less, or computes blocks again.
+        """
         setting = self.setting(candidate)
-        solution = setting.solution(candidate.recompute)
-        solved = self._with_layout(candidate, setting, solution)
-        if solved is not None or candidate.tp == 1 or candidate.sequence_parallel is not None:
+        solved = self._with_layout(candidate, setting, setting.solution(candidate.recompute))
+        pinned = candidate.tp == 1 or candidate.sequence_parallel is not None
+        if pinned or (solved is not None and not solved.candidate.recomputed_blocks):
             return solved  # a pinned layout is not traded for memory
+        tried: list[RecomputeName] = [candidate.recompute]
+        if candidate.recompute == "blocks":
+            tried = ["none", "full"] if solved is None else ["none"]
+        for recompute in tried:
+            other = self._within_memory(replace(candidate, recompute=recompute), setting)
+            if other is not None and (solved is None or other.step_s < solved.step_s):
+                solved = other
+        return solved
+
+    def _within_memory(self, candidate: Candidate, setting: Setting) -> Solved | None:
+        """With the fastest of the layouts that keep so little that they fit."""
         limits = self._memory_limits(candidate, setting)
         if limits is None:
             return None
@@ -219,26 +283,23 @@ class Search:
         self, candidate: Candidate, setting: Setting, solution: Solution
     ) -> Solved | None:
         stager = self.layout_stager(candidate, setting, solution)
-        fitting = [
-            cuts
-            for cuts in self._cuts(candidate, stager, exact_times(stager))
-            if max(stager.peak_bytes(cuts)) <= self.cluster.usable_bytes
-        ]
-        return min(
-            (simulate_cuts(candidate, setting, solution, stager, cuts) for cuts in fitting),
-            key=lambda solved: solved.step_s,
-            default=None,
-        )
+        found: list[Solved] = []
+        for cuts in self._cuts(candidate, stager):
+            chosen = self._within(stager, cuts)
+            if chosen is not None:
+                found.append(simulate_cuts(chosen.candidate, setting, solution, chosen, cuts))
+        return min(found, key=lambda solved: solved.step_s, default=None)
 
     def _cuts(
-        self, candidate: Candidate, stager: Stager, times: StageTimes
+        self, candidate: Candidate, stager: Stager, times: StageTimes | None = None
     ) -> tuple[tuple[int, ...], ...]:
         """Cuts to try: the best by the bounds, if any fit, or some for virtual stages."""
         if candidate.cuts == "even":
             num = candidate.pp * candidate.virtual_stages
             return (layer_cuts(self.facts.model, num),)
         if candidate.virtual_stages > 1:
-            return virtual_cuts(stager)
+            return virtual_cuts(self.stager(candidate, self.setting(candidate).least))
+        times = exact_times(stager) if times is None else times
         bound, cuts = self._cut(candidate, StageBounds(stager, times))
         return (cuts,) if math.isfinite(bound) else ()
 
@@ -288,6 +349,15 @@ class Search:
             copies=tuple(copies),
             parameter_bytes=(0.0,) * len(setting.problem.classes),
         )
+
+
+def any_order_s(candidate: Candidate, both: Floats) -> float:
+    """No cuts and no schedule are faster: work spread evenly over the stages, and each block after
+    those before it.
+    """
+    num = candidate.num_micro_batches
+    before = np.concatenate([[0.0], np.cumsum(both)[:-1]])
+    return max(num * float(both.sum()) / candidate.pp, float((before + num * both).max()))
 
 
 def scalar_bound_s(candidate: Candidate, times: StageTimes) -> float:

@@ -181,6 +181,7 @@ def make_plan(
             zero_stage=candidate.zero_stage,
             kernels=candidate.kernels,
             virtual_stages=candidate.virtual_stages,
+            recomputed_blocks=candidate.recomputed_blocks,
         ),
         training=training,
         pins=instance.pin,

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.ir.kernels import parse_kernels
 from autopar.ir.moves import Collective
 from autopar.solver.candidates import Candidate
 from autopar.solver.costs.comm import Group, Links, group_of
@@ -47,7 +46,7 @@ class Stager:
         """Backward of each block, with the forward again where it is recomputed, and with gradients
         added to those of the micro-batches before.
         """
-        again = self.costs.forward_s * self._again()
+        again = self.costs.forward_s * self.again()
         return self.costs.backward_s + again + self.adding_s()
 
     def adding_s(self) -> Floats:
@@ -147,13 +146,15 @@ class Stager:
         ):
             held[-1] /= candidate.num_micro_batches
         borders = np.append(costs.border_bytes, 0.0)
+        flying = in_flight(candidate, stage)
         return StageContents(
             numel=numel,
             expert_numel=experts,
             segment_numel=largest,
             num_segments=len(own) if candidate.per_block else len(runs),
-            activation_bytes=float((in_flight(candidate, stage) @ held).max()),
-            recompute_bytes=float((costs.held_bytes * self._again())[own].max()),
+            overlap=bool((flying > 1).any()),
+            activation_bytes=float((flying @ held).max()),
+            recompute_bytes=float((costs.held_bytes * self.again())[own].max()),
             temporary_bytes=float(costs.temporary_bytes[own].max()),
             message_bytes=max(2.0 * float(borders[i] + borders[j + 1]) for i, j in runs),
         )
@@ -176,7 +177,6 @@ class Stager:
             ep=self.candidate.ep,
             layered=self.candidate.schedule == "layered",
             hardware=self.cluster.hardware,
-            eager=not parse_kernels(self.candidate.kernels).fuses_norms,
         )
 
     def kept_bytes(self) -> Floats:
@@ -189,7 +189,7 @@ class Stager:
         Segments and recomputed blocks keep their inputs. The last segment of a layered schedule,
         which has one micro-batch at a time, counts so much less if it is a block.
         """
-        candidate, inputs, again = self.candidate, self.costs.input_bytes, self._again()
+        candidate, inputs, again = self.candidate, self.costs.input_bytes, self.again()
         kept = self.costs.held_bytes * (1 - again)
         first, inside = kept + inputs, kept + inputs * again
         if candidate.per_block:
@@ -198,9 +198,13 @@ class Stager:
                 inside[-1] /= candidate.num_micro_batches
         return first, inside
 
-    def _again(self) -> Floats:
+    def again(self) -> Floats:
         """1 for blocks that are recomputed as a whole."""
-        return self.costs.again(self.candidate.recompute)
+        again = self.costs.again(self.candidate.recompute)
+        if self.candidate.recomputed_blocks:
+            again = again.copy()
+            again[list(self.candidate.recomputed_blocks)] = 1.0
+        return again
 
     def peak_bytes(self, cuts: Sequence[int]) -> tuple[int, ...]:
         """Peak bytes of each stage; for ``cuts`` see ``virtual_stages``."""
@@ -209,82 +213,91 @@ class Stager:
             for stage in range(self.candidate.pp)
         )
 
-    def fits(self, stage: int, *, exact: bool = True) -> Floats:
-        """Matrix of 1 where a run fits into memory on ``stage``, 0 where it does not.
-
-        With ``exact=False`` parameters that several blocks share count only where they are first
-        used: no run that fits is called too large.
-        """
-        peak = self.peak_matrix(stage, shared=exact)
-        return (peak <= self.cluster.usable_bytes).astype(np.float64)
-
     def peak_matrix(self, stage: int, *, shared: bool = True) -> Floats:
-        """Peak bytes of every run as ``stage`` without virtual stages; ``shared`` as ``exact`` of
-        ``fits``.
+        """Peak bytes of every run as ``stage`` without virtual stages; without
+        ``shared``, parameters that several blocks share count only where they are first used.
         """
-        numel_of_blocks = self.costs.shared_numel if shared else self.costs.numel
-        experts = self.costs.shared_expert_numel if shared else self.costs.expert_numel
-        candidate, costs, sizes = self.candidate, self.costs, self.sizes
-        num = costs.num_blocks
+        recomputed = run_maxima(self.costs.held_bytes * self.again())
+        return self.account(stage, recomputed, shared=shared).peak(self.kept_matrix(stage))
+
+    def kept_matrix(self, stage: int) -> Floats:
+        """Bytes that every run as ``stage`` keeps of all micro-batches in flight."""
+        candidate = self.candidate
         flying = float(in_flight(candidate, stage).max())
         first_kept, inside = self._kept()
         kept = (run_sums(inside) + (first_kept - inside)[:, None]) * flying
-        recomputed = run_maxima(costs.held_bytes * self._again())
         if candidate.schedule == "layered" and not candidate.per_block:
-            kept[:, num] /= flying  # the last segment has one micro-batch at a time
+            kept[:, -1] /= flying  # the last segment has one micro-batch at a time
+        return kept
+
+    def account(self, stage: int, recomputed: Floats | float, *, shared: bool = True) -> Account:
+        """All of every run's bytes as ``stage`` but what it keeps, with ``recomputed`` bytes of a
+        block that is recomputed; it is ``rank_bytes`` on matrices, and held to it by a test.
+        """
+        costs, candidate, sizes = self.costs, self.candidate, self.sizes
+        memory, zero, shards = (
+            self.cluster.hardware.memory,
+            candidate.zero_stage,
+            candidate.num_shards,
+        )
+        numel_of_blocks = costs.shared_numel if shared else costs.numel
+        experts = run_sums(costs.shared_expert_numel if shared else costs.expert_numel)
         numel = run_sums(numel_of_blocks)
         largest = run_maxima(numel_of_blocks) if candidate.per_block else numel
-        borders = np.append(costs.border_bytes, 0.0)
-        messages = 2.0 * (borders[:-1, None] + borders[None, :])
+        sharded = shard_numel(numel, experts, num_shards=shards, ep=candidate.ep)
+        master = sizes.master or (sizes.compute if zero in (1, 2) and shards > 1 else 0)
+        fixed = (
+            (sharded if zero == 3 else numel) * sizes.compute
+            + (sharded if zero >= 1 else numel) * (master + sizes.moments)
+            + (sharded if zero >= 2 else numel) * sizes.gradient
+        )
+        num = costs.num_blocks
         length = np.arange(num + 1)[None, :] - np.arange(num)[:, None]
         doubled = np.minimum(2, length) if candidate.per_block else 1
-        return _peak(
-            numel,
-            run_sums(experts),
-            largest,
-            doubled,
-            kept,
-            kept + recomputed + run_maxima(costs.temporary_bytes) + messages,
-            sizes=sizes,
-            candidate=candidate,
-            cluster=self.cluster,
+        buffers, gathered = largest * sizes.compute, np.zeros(numel.shape)
+        if zero >= 2 and shards > 1:
+            layered = candidate.schedule == "layered"
+            buffers = buffers + largest * sizes.gradient * (doubled if layered else 1)
+        if zero == 3 and shards > 1:
+            gathered = largest * doubled * sizes.compute
+        borders = np.append(costs.border_bytes, 0.0)
+        messages = 2.0 * (borders[:-1, None] + borders[None, :])
+        temporary = np.maximum(run_maxima(costs.temporary_bytes), buffers)
+        return Account(
+            fixed=fixed + memory.context_bytes,
+            beside=recomputed + temporary + messages + gathered,
+            floor=(sharded if zero >= 1 else numel) * sizes.widened,
+            fragmentation=memory.lost_share(overlap=bool((in_flight(candidate, stage) > 1).any())),
         )
 
 
-def _peak(
-    numel: Floats,
-    experts: Floats,
-    largest: Floats,
-    doubled: Floats | int,
-    kept: Floats,
-    dynamic: Floats,
-    *,
-    sizes: Itemsizes,
-    candidate: Candidate,
-    cluster: Cluster,
-) -> Floats:
-    """``rank_bytes`` on matrices: it is held to it by a test."""
-    memory, zero, shards = cluster.hardware.memory, candidate.zero_stage, candidate.num_shards
-    sharded = shard_numel(numel, experts, num_shards=shards, ep=candidate.ep)
-    master = sizes.master or (sizes.compute if zero in (1, 2) and shards > 1 else 0)
-    static = (
-        (sharded if zero == 3 else numel) * sizes.compute
-        + (sharded if zero >= 1 else numel) * (master + sizes.moments)
-        + (sharded if zero >= 2 else numel) * sizes.gradient
-    )
-    buffers = largest * sizes.compute
-    if zero >= 2 and shards > 1:
-        layered = candidate.schedule == "layered"
-        buffers = buffers + largest * sizes.gradient * (doubled if layered else 1)
-    if zero == 3 and shards > 1:
-        buffers = buffers + largest * doubled * sizes.compute
-    held = dynamic + buffers
-    held = np.maximum(held, (sharded if zero >= 1 else numel) * sizes.widened) + (
-        held * memory.fragmentation
-    )
-    if not parse_kernels(candidate.kernels).fuses_norms:
-        held = held + kept * memory.eager_fragmentation
-    return static + held + memory.context_bytes
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Account:
+    """Bytes of runs of blocks, by what they keep.
+
+    Attributes:
+        fixed: What stays, whatever is kept.
+        beside: What is there at the fullest moment beside what is kept.
+        floor: What takes the room of both once a step, where it is more.
+        fragmentation: Lost, of what is kept and beside it.
+    """
+
+    fixed: Floats
+    beside: Floats
+    floor: Floats
+    fragmentation: float
+
+    def peak(self, kept: Floats) -> Floats:
+        """Bytes of runs that keep so much."""
+        held = kept + self.beside
+        return self.fixed + np.maximum(held, self.floor) + held * self.fragmentation
+
+    def most_kept(self, usable_bytes: float) -> Floats:
+        """The most that runs can keep; negative where nothing fits."""
+        room, share = usable_bytes - self.fixed, self.fragmentation
+        above_floor = (room - self.floor) / share if share else np.full(room.shape, np.inf)
+        held = np.minimum(room / (1 + share), above_floor)
+        return np.where(room >= self.floor, held, 0.0) - self.beside
 
 
 def _seconds_of(links: Links, collective: Collective, num_bytes: Floats, group: Group) -> Floats:

@@ -1,22 +1,29 @@
-"""Cuts into virtual stages, and a bound on all of them.
+"""Cuts into virtual stages, and bounds on them.
 
 With several virtual stages on a stage no cost of a run of blocks stands by itself, so that the
-dynamic program over stages (``cuts``) does not apply. A few cuts are made that are even in one
-sense each; what is chosen among them is measured by the simulator and by the account of memory.
+dynamic program over stages (``cuts``) does not apply. A few cuts are searched that are even in one
+sense each, by what no layout is below; each has a bound, and the simulator decides.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Sequence
+
 import numpy as np
 
 from autopar.solver.bounds import StageTimes
-from autopar.solver.costs.memory import StageContents
 from autopar.solver.facts import Floats
+from autopar.solver.recomputing import least_again_s
 from autopar.solver.stages import Stager
 
 
 def virtual_cuts(stager: Stager) -> tuple[tuple[int, ...], ...]:
-    """Cuts into p·v virtual stages: even in seconds, in kept bytes, in parameters, in blocks."""
+    """Cuts into p·v virtual stages: even in seconds, in kept bytes, in parameters, in blocks.
+
+    ``stager`` has the least costs, so that cuts depend on no layout.
+    """
     candidate, costs = stager.candidate, stager.costs
     num = candidate.pp * candidate.virtual_stages
     weights = (
@@ -34,6 +41,12 @@ def even_cuts(weights: Floats, num_runs: int) -> tuple[int, ...]:
     Returns:
         The first block of every run, then the number of blocks.
     """
+    return _even_cuts(weights.tobytes(), num_runs)
+
+
+@functools.lru_cache(maxsize=1024)  # candidates that differ in ZeRO only ask for the same
+def _even_cuts(data: bytes, num_runs: int) -> tuple[int, ...]:
+    weights = np.frombuffer(data)
     num = len(weights)
     prefix = np.concatenate([[0.0], np.cumsum(weights)])
     squares = (prefix[None, :] - prefix[:, None]) ** 2
@@ -50,24 +63,65 @@ def even_cuts(weights: Floats, num_runs: int) -> tuple[int, ...]:
     return (0, *reversed(cuts))
 
 
-def even_bound_s(stager: Stager, times: StageTimes) -> float:
-    """No cuts are faster: some stage has at least the mean of the stages' work."""
-    once = float((stager.optimizer_s() + stager.costs.step_s).sum())
-    work = stager.candidate.num_micro_batches * float(times.both.sum())
-    return (work + once) / stager.candidate.pp
+def cut_bound_s(
+    stager: Stager, times: StageTimes, cuts: Sequence[int], *, memory: bool = True
+) -> float:
+    """No layout is faster with ``cuts``; inf where none fits, unless ``memory`` is left out.
 
+    Every stage waits for the first micro-batch to pass the virtual stages before its first one, and
+    to come back through them, and has its work in between. Its gathers and reductions between the
+    first forward and the last backward run beside its work, which they slow down, or make it wait
+    once more; by themselves they take as long as they take.
+    """
+    candidate, pp = stager.candidate, stager.candidate.pp
+    again = np.zeros(pp)
+    if memory:
+        again = np.array([least_again_s(stager, stage, cuts) for stage in range(pp)])
+        if np.isinf(again).any():
+            return math.inf
+    starts = np.array(cuts[:-1])
 
-def even_bytes(stager: Stager) -> int:
-    """No cuts have a fullest rank with less: some stage has the mean of the stages' parameters."""
-    costs, pp = stager.costs, stager.candidate.pp
-    least = StageContents(
-        numel=float(costs.numel.sum()) / pp,
-        expert_numel=float(costs.expert_numel.sum()) / pp,
-        segment_numel=0.0,
-        num_segments=1,
-        activation_bytes=0.0,
-        recompute_bytes=0.0,
-        temporary_bytes=0.0,
-        message_bytes=0.0,
+    def runs(values: Floats) -> Floats:
+        """Sums of the virtual stages: a row for each round, a column for each stage."""
+        return np.add.reduceat(values, starts).reshape(-1, pp)
+
+    gather, reduce, both = stager.gather_s(), stager.reduce_s(), runs(times.both)
+    largest = np.maximum.reduceat(gather, starts).reshape(-1, pp)
+    gathers, reductions = runs(gather), runs(reduce)
+    beside, stream = _traffic_s(
+        stager,
+        gathers=gathers.sum(axis=0),
+        reductions=reductions.sum(axis=0),
+        at_ends=gathers[0] + reductions[0],
+        again=2 * (gathers - largest).sum(axis=0),
     )
-    return sum(stager.bytes_by_cause(least).values())
+    hops = [
+        2 * stager.message_s(float(stager.costs.border_bytes[cuts[stage + 1]]), stage)
+        for stage in range(pp - 1)
+    ]
+    before = np.concatenate([[0.0], np.cumsum(both[0][:-1] + np.array(hops))])
+    work = candidate.num_micro_batches * (both.sum(axis=0) + again)
+    once = runs(stager.optimizer_s() + stager.costs.step_s).sum(axis=0)
+    return float((np.maximum(before + work + beside, stream) + once).max())
+
+
+def _traffic_s(
+    stager: Stager, *, gathers: Floats, reductions: Floats, at_ends: Floats, again: Floats
+) -> tuple[Floats, Floats]:
+    """What gathers and reductions add at least to the work of stages, and their own seconds.
+
+    Args:
+        stager: Of the candidate.
+        gathers, reductions: Seconds of all of them once, by stage.
+        at_ends: Of those that may come before the first forward, or after the last backward.
+        again: Of gathers for a forward and a backward in ZeRO 3, the last one kept in between.
+    """
+    candidate, zero = stager.candidate, stager.candidate.zero_stage
+    slowdown, num = stager.cluster.hardware.overlap.slowdown, candidate.num_micro_batches
+    if candidate.schedule == "layered" or zero <= 1:
+        stream = (again if zero == 3 else gathers) + reductions
+        return slowdown * np.maximum(0.0, gathers + reductions - at_ends), stream
+    if zero == 2:
+        return slowdown * (num - 1) * reductions, gathers + num * reductions
+    hidden = (num - 1) * reductions + max(0, num - 2) * again
+    return slowdown * hidden, num * (again + reductions)

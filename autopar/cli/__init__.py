@@ -32,7 +32,7 @@ INTEGER_PINS = (
 STARTED_BY_US = "AUTOPAR_STARTED"
 """Set in the environment of ranks that ``autopar run`` starts; it prints their errors."""
 CHOICE_PINS = {
-    "recompute": ("none", "selective", "selective_op", "selective_layer", "full"),
+    "recompute": ("none", "selective", "selective_op", "selective_layer", "blocks", "full"),
     "schedule": ("1f1b", "interleaved", "layered"),
     "cuts": ("balanced", "even"),
 }

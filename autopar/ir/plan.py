@@ -24,7 +24,7 @@ PLAN_FORMAT: Literal["autopar-plan"] = "autopar-plan"
 PLAN_VERSION: Literal[1] = 1
 
 ScheduleName = Literal["1f1b", "interleaved", "layered"]
-RecomputeName = Literal["none", "selective", "selective_op", "selective_layer", "full"]
+RecomputeName = Literal["none", "selective", "selective_op", "selective_layer", "blocks", "full"]
 PrecisionName = Literal["bf16", "fp16", "fp32", "float64"]
 
 WAITING = "waiting for other stages"
@@ -75,7 +75,8 @@ class BatchPlan:
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class SchedulePlan:
     """Order of the work: schedule, recomputation, ZeRO stage, virtual stages on each stage; and by
-    which kernels it is done (``autopar.ir.kernels``).
+    which kernels it is done (``autopar.ir.kernels``). ``recomputed_blocks`` are those of
+    ``recompute`` "blocks".
     """
 
     name: ScheduleName
@@ -83,6 +84,7 @@ class SchedulePlan:
     zero_stage: int
     kernels: str = DEFAULT_KERNELS
     virtual_stages: int = 1
+    recomputed_blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)

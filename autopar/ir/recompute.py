@@ -8,6 +8,7 @@
 ``selective_op``    every op but products (linear, matmul, convolution, routed experts, recurrent
                     layers), fused attention, and ops that communicate
 ``selective_layer``  every other one of the repeated blocks
+``blocks``          the blocks that the plan lists: as few as make it fit into memory
 ``full``            every block
 ==================  ================================================================================
 
@@ -96,12 +97,16 @@ _SILENT = ATTENTION_OPS | {
 """Local forms that know an axis, and send nothing along it."""
 
 
-def recomputed_blocks(model: ModelGraph, recompute: RecomputeName) -> frozenset[int]:
+def recomputed_blocks(
+    model: ModelGraph, recompute: RecomputeName, listed: Iterable[int] = ()
+) -> frozenset[int]:
     """Indices of the blocks that are computed again as a whole.
 
-    Repeated blocks are those whose kind has several.
+    Repeated blocks are those whose kind has several; ``listed`` are those of a plan.
     """
     last = model.producer(model.loss)[0]
+    if recompute == "blocks":
+        return frozenset(listed) - {last}
     if recompute == "full":
         return frozenset(block.index for block in model.blocks) - {last}
     if recompute != "selective_layer":

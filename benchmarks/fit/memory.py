@@ -14,13 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.calibration.hardware import with_values
-from autopar.ir.kernels import parse_kernels
 from autopar.solver.costs.memory import StageContents, rank_bytes
 from autopar.solver.facts import Floats
 from benchmarks.fit.numbers import MEMORY
 from benchmarks.fit.runs import Run
 
-CONTEXT, FRAGMENTATION, EAGER, RESERVE = (number.path for number in MEMORY)
+CONTEXT, FRAGMENTATION, OVERLAP, RESERVE = (number.path for number in MEMORY)
 
 _SHARES = 0.01
 """Steps of the grid: of shares, and of GiB."""
@@ -33,18 +32,21 @@ Values = Mapping[str, float]
 class Memories:
     """Bytes of all ranks of some runs, by what they depend on; ``first`` is each run's first rank.
 
-    A rank has ``fixed + context + fragmentation · moving + eager · kept`` bytes.
+    A rank has ``fixed + context + fragmentation · moving + overlap_fragmentation · overlapping``
+    bytes.
     """
 
     fixed: Floats
     moving: Floats
-    kept: Floats
+    overlapping: Floats
     first: np.ndarray
     usable: Floats
 
     def peaks(self, values: Values) -> Floats:
         """Bytes of the fullest rank of each run."""
-        ranks = self.fixed + values[FRAGMENTATION] * self.moving + values[EAGER] * self.kept
+        ranks = (
+            self.fixed + values[FRAGMENTATION] * self.moving + values[OVERLAP] * self.overlapping
+        )
         return np.maximum.reduceat(ranks, self.first) + values[CONTEXT]
 
     def shown(self, values: Values) -> Floats:
@@ -58,10 +60,10 @@ def memories(runs: Iterable[Run]) -> Memories:
     """The bytes of ``runs``."""
     fixed: list[float] = []
     moving: list[float] = []
-    kept: list[float] = []
+    overlapping: list[float] = []
     first: list[int] = []
     usable: list[float] = []
-    nothing = {CONTEXT: 0.0, FRAGMENTATION: 0.0, EAGER: 0.0}
+    nothing = {CONTEXT: 0.0, FRAGMENTATION: 0.0, OVERLAP: 0.0}
     for run in runs:
         first.append(len(fixed))
         usable.append(float(run.cluster.usable_bytes))
@@ -69,11 +71,11 @@ def memories(runs: Iterable[Run]) -> Memories:
             none = _bytes(run, stage, nothing)
             fixed.append(none)
             moving.append(_bytes(run, stage, nothing | {FRAGMENTATION: 1.0}) - none)
-            kept.append(_bytes(run, stage, nothing | {EAGER: 1.0}) - none)
+            overlapping.append(_bytes(run, stage, nothing | {OVERLAP: 1.0}) - none)
     return Memories(
         fixed=np.array(fixed),
         moving=np.array(moving),
-        kept=np.array(kept),
+        overlapping=np.array(overlapping),
         first=np.array(first),
         usable=np.array(usable),
     )
@@ -88,7 +90,6 @@ def _bytes(run: Run, stage: StageContents, values: Values) -> float:
         ep=run.candidate.ep,
         layered=run.candidate.schedule == "layered",
         hardware=with_values(run.cluster.hardware, values),
-        eager=not parse_kernels(run.candidate.kernels).fuses_norms,
     )
     return float(sum(causes.values()))
 
@@ -106,16 +107,16 @@ def fit_memory(
 
 
 def _least_wrong(outcomes: Memories, ran_out: np.ndarray) -> dict[str, float]:
-    best, found = (np.inf, np.inf), dict.fromkeys((CONTEXT, FRAGMENTATION, EAGER), 0.0)
+    best, found = (np.inf, np.inf), dict.fromkeys((CONTEXT, FRAGMENTATION, OVERLAP), 0.0)
     sign = np.where(ran_out, 1.0, -1.0)
-    for share, eager in itertools.product(_grid(FRAGMENTATION), _grid(EAGER)):
-        peaks = outcomes.peaks({CONTEXT: 0.0, FRAGMENTATION: share, EAGER: eager})
+    for share, overlap in itertools.product(_grid(FRAGMENTATION), _grid(OVERLAP)):
+        peaks = outcomes.peaks({CONTEXT: 0.0, FRAGMENTATION: share, OVERLAP: overlap})
         for context in _grid(CONTEXT):
             room = sign * (outcomes.usable - peaks - context)  # positive where it is wrong
             wrong = (float((room > 0).sum()), float(np.maximum(room, 0).sum()))
             if wrong < best:
                 best = wrong
-                found = {CONTEXT: context, FRAGMENTATION: share, EAGER: eager}
+                found = {CONTEXT: context, FRAGMENTATION: share, OVERLAP: overlap}
     return found
 
 

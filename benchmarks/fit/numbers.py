@@ -14,6 +14,7 @@ from autopar.calibration.fit import Free
 from autopar.calibration.hardware import value_at
 from autopar.solver import Cluster
 from autopar.solver.costs.fusion import SCORE_PASSES
+from autopar.solver.costs.saved import PACKED_TENSORS
 from autopar.solver.hardware import Hardware
 
 
@@ -150,21 +151,21 @@ TIMES = (
 MEMORY = (
     Fitted(
         path="memory.context_bytes",
-        low=0.5 * 2**30,
+        low=0.25 * 2**30,
         high=4 * 2**30,
         meaning="driver, libraries, communicators",
     ),
     Fitted(
         path="memory.fragmentation",
         low=0,
-        high=0.15,
+        high=0.2,
         meaning="lost of what comes and goes in a step",
     ),
     Fitted(
-        path="memory.eager_fragmentation",
+        path="memory.overlap_fragmentation",
         low=0,
-        high=0.4,
-        meaning="lost of kept activations, norms unfused",
+        high=0.1,
+        meaning="lost besides, with several micro-batches in flight",
     ),
     Fitted(
         path="memory.reserve",
@@ -183,7 +184,9 @@ WHOLE = (
 """Passes over the scores, forward and backward, of attention that writes them to memory: whole
 numbers (``SCORE_PASSES``), chosen between 2 and 20 with the same rows. They are held here."""
 
-NUM_FITTED = len(TIMES) + len(MEMORY) + 2 * len(WHOLE)
+PACKED_MEANING = "of the size of queries, kept besides"
+
+NUM_FITTED = len(TIMES) + len(MEMORY) + 2 * len(WHOLE) + 1  # PACKED_TENSORS, chosen like passes
 assert NUM_FITTED <= 30
 
 
@@ -198,6 +201,7 @@ def page_table(hardware: Hardware) -> str:
     for name, meaning in WHOLE:
         passes = " and ".join(map(str, SCORE_PASSES[name]))
         lines.append(f"| passes, `{name}` | {passes} | 2 to 20 | {meaning} |")
+    lines.append(f"| tensors, `flash_attention1` | {PACKED_TENSORS} | 0 to 3 | {PACKED_MEANING} |")
     return "\n".join(lines)
 
 

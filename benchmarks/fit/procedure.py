@@ -142,7 +142,7 @@ def fit_memories(runs: Sequence[Run], hardware: Cluster) -> MemoryFit:
     ran_out = np.array([bool(run.measured.out_of_memory) for run in judged])
     used = np.array([float(run.measured.used_gib or 0) * _GIB for run in shown])
     outcomes, sizes = memories(judged), memories(shown)
-    paths = ("context_bytes", "fragmentation", "eager_fragmentation", "reserve")
+    paths = ("context_bytes", "fragmentation", "overlap_fragmentation", "reserve")
     file = {f"memory.{name}": value_at(hardware.hardware, f"memory.{name}") for name in paths}
 
     def wrong(values: Mapping[str, float]) -> Floats:

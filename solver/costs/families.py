@@ -150,8 +150,16 @@ def _is_permuted(value: object) -> bool:
     while isinstance(value, fx.Node) and value.op == "call_function":
         name = op_name(value)
         if name in _PERMUTING:
-            return True
+            return not _is_by_position(value)
         if name not in _VIEWS or copies(value):
             return False
         value = value.args[0]
     return False
+
+
+def _is_by_position(node: fx.Node) -> bool:
+    """Whether heads follow positions in a result of attention: its kernels write it like that."""
+    source, *dims = node.args
+    if not isinstance(source, fx.Node) or op_name(source) != "scaled_dot_product_attention":
+        return False
+    return op_name(node) in ("transpose", "swapaxes") and {*dims} in ({1, 2}, {-3, -2})

@@ -12,7 +12,8 @@ gather buffers          ZeRO 3: the gathered parameters of two segments
 activations             what autograd keeps, or the inputs of recomputed blocks, of all
                         micro-batches in flight
 recompute               what autograd keeps of the one block that is recomputed
-temporaries             the op that needs most beside what is kept: logits, as a rule
+temporaries             the op that needs most beside what is kept: logits, as a rule. What it needs
+                        beyond gradient buffers, which come when it is done
 messages                activations and gradients on their way between stages
 context, fragmentation  from the hardware file
 ======================  ==========================================================================
@@ -76,6 +77,7 @@ class StageContents:
         expert_numel: The part of them that the expert axis shards.
         segment_numel: Elements of the parameters of its largest segment.
         num_segments: Segments on the stage.
+        overlap: Whether several micro-batches are in flight.
         activation_bytes: Of all micro-batches in flight.
         recompute_bytes: Of the block that is recomputed.
         temporary_bytes: Of the op that needs most.
@@ -86,6 +88,7 @@ class StageContents:
     expert_numel: float
     segment_numel: float
     num_segments: int
+    overlap: bool
     activation_bytes: float
     recompute_bytes: float
     temporary_bytes: float
@@ -106,16 +109,13 @@ def rank_bytes(
     ep: int,
     layered: bool,
     hardware: Hardware,
-    eager: bool = False,
 ) -> dict[str, int]:
     """Bytes by cause; their sum is the peak.
 
     Args:
         num_shards: Ranks over which ZeRO shards what all of them use whole; the expert axis is one
             of their axes, so that experts have ``num_shards / ep``.
-        eager: Whether normalizations are several kernels.
     """
-    loose = hardware.memory.eager_fragmentation if eager else 0.0
     sharded = shard_numel(stage.numel, stage.expert_numel, num_shards=num_shards, ep=ep)
     stored = sharded if zero_stage == 3 else stage.numel
     accumulated = sharded if zero_stage >= 2 else stage.numel
@@ -133,10 +133,9 @@ def rank_bytes(
     dynamic = (
         stage.activation_bytes
         + stage.recompute_bytes
-        + stage.temporary_bytes
+        + max(stage.temporary_bytes, buffer)
         + stage.message_bytes
         + gathered
-        + buffer
     )
     causes: dict[str, float] = {
         "parameters": stored * sizes.compute,
@@ -148,9 +147,9 @@ def rank_bytes(
         "gather buffers": gathered,
         "activations": stage.activation_bytes,
         "recompute": stage.recompute_bytes,
-        "temporaries": stage.temporary_bytes,
+        "temporaries": max(0.0, stage.temporary_bytes - buffer),
         "messages": stage.message_bytes,
         "context": hardware.memory.context_bytes,
-        "fragmentation": dynamic * hardware.memory.fragmentation + stage.activation_bytes * loose,
+        "fragmentation": dynamic * hardware.memory.lost_share(overlap=stage.overlap),
     }
     return {cause: int(amount) for cause, amount in causes.items()}

@@ -34,6 +34,11 @@ class Saved:
 SCORE_BYTES: Mapping[str, int] = {"eager": 6, "fused_softmax": 5, "fused_causal_softmax": 2}
 """Bytes that are kept of a score in 16 bits: weights, and in fp32 what a softmax in fp32 made."""
 
+PACKED_TENSORS = 3
+"""Tensors as large as the queries that FlashAttention 1 keeps beside its operands and its result:
+queries, keys and values packed into one, for kernels that take no others. Of pairs of runs that
+differ in this kernel only, those with it ran out of memory."""
+
 _NOTHING = Saved()
 _KEEPS_NOTHING = LINEAR | {"roll", "flip", "tril", "triu"}
 _KEEPS_RESULT = frozenset(
@@ -142,5 +147,32 @@ def own_bytes(
         return (2 * itemsize + 1) * num_scores(operands)
     if family_of(node) is Family.ATTENTION and style.attention in SCORES_WRITTEN:
         return SCORE_BYTES[style.attention] * num_scores(operands)
+    if family_of(node) is Family.ATTENTION and style.attention == "flash_attention1":
+        itemsize = info(operands_of(node)[0]).tensor.dtype.itemsize
+        return PACKED_TENSORS * itemsize * math.prod(operands[0])
+    if op_name(node) == "rsqrt" and style.fused is None:
+        return _normalized_bytes(node) * math.prod(operands[0])
     per_element = saved_for_backward(node).own_bytes_per_element
     return per_element * math.prod(operands[0]) if per_element else 0
+
+
+def _normalized_bytes(rsqrt: fx.Node) -> int:
+    """Bytes per row that a normalization in several kernels keeps beyond its ops: what is scaled
+    with weights is kept in the dtype of the statistics, and not in that of the model.
+    """
+    cast = _reduced(rsqrt)
+    if cast is None or op_name(cast) not in ("to", "_to_copy", "type_as"):
+        return 0
+    wide, narrow = info(cast).tensor, info(cast.all_input_nodes[0]).tensor
+    return max(0, wide.dtype.itemsize - narrow.dtype.itemsize) * int(wide.shape[-1])
+
+
+def _reduced(rsqrt: fx.Node) -> fx.Node | None:
+    """What the statistics of a normalization are taken of; None where there are none."""
+    node = rsqrt
+    while node.all_input_nodes:
+        node = node.all_input_nodes[0]
+        if op_name(node) in ("mean", "var", "sum"):
+            reduced = node.all_input_nodes[0]
+            return reduced.all_input_nodes[0] if op_name(reduced) == "pow" else reduced
+    return None

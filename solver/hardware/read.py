@@ -128,7 +128,7 @@ class _Reader:
 _MAY_BE_ZERO = (
     "memory.context_bytes",
     "memory.fragmentation",
-    "memory.eager_fragmentation",
+    "memory.overlap_fragmentation",
     "memory.reserve",
     "node_link.lost_per_rank",
     "node_link.latency_s",

@@ -72,16 +72,20 @@ class Memory:
     Attributes:
         context_bytes: Lost before the first tensor: driver, libraries, communicators.
         fragmentation: Lost to the allocator, as a share of what comes and goes within a step.
-        eager_fragmentation: The same of kept activations, once more, where normalizations are
-            several kernels: their fp32 copies come and go between what is kept.
+        overlap_fragmentation: The same once more where several micro-batches are in flight: what
+            was made first is freed first, so that holes remain.
         reserve: Held by the allocator beside what is in use, as a share of that; it is given back
             when memory runs out, so that it fills no rank, but tools show it.
     """
 
     context_bytes: int
     fragmentation: float
-    eager_fragmentation: float
+    overlap_fragmentation: float
     reserve: float
+
+    def lost_share(self, *, overlap: bool) -> float:
+        """What the allocator loses of what comes and goes, as a share of it."""
+        return self.fragmentation + (self.overlap_fragmentation if overlap else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

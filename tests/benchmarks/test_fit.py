@@ -211,7 +211,7 @@ def test_memory_numbers_are_right_of_runs_that_they_made(runs: list[Run]):
     truth = {
         "memory.context_bytes": 2.0 * 2**30,
         "memory.fragmentation": 0.1,
-        "memory.eager_fragmentation": 0.3,
+        "memory.overlap_fragmentation": 0.05,
         "memory.reserve": 0.2,
     }
     usable = np.full(len(runs), float(np.median(memories(runs).peaks(truth))))

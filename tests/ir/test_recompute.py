@@ -98,4 +98,5 @@ def test_blocks_that_are_repeated_as_a_whole() -> None:
     layers = [b.index for b in model.blocks if b.kind == layer(model).name]
     assert recomputed_blocks(model, "full") == set(range(last))
     assert recomputed_blocks(model, "selective_layer") == {layers[1], layers[3]}
+    assert recomputed_blocks(model, "blocks", [0, last]) == {0}
     assert recomputed_blocks(model, "none") == recomputed_blocks(model, "selective_op") == set()

@@ -144,6 +144,7 @@ def make_plan(setup: Setup) -> Plan:
         schedule=SchedulePlan(
             name=setup.schedule,
             recompute=setup.recompute,
+            recomputed_blocks=(1,) if setup.recompute == "blocks" else (),
             zero_stage=setup.zero_stage,
             kernels=setup.kernels,
         ),

@@ -29,7 +29,7 @@ from tests.runtime.harness import lowered, train_on_threads
 from tests.runtime.laid_out import laid_out
 
 BY_NODES: tuple[RecomputeName, ...] = ("selective", "selective_op")
-MODES: tuple[RecomputeName, ...] = (*BY_NODES, "selective_layer", "full")
+MODES: tuple[RecomputeName, ...] = (*BY_NODES, "selective_layer", "blocks", "full")
 
 SETUPS = [
     Setup(name="dropout", mesh=Mesh(tp=2), zero_stage=0),

@@ -1,0 +1,171 @@
+"""Which blocks of a stage are computed again: as few seconds of them as make it fit into memory.
+
+A candidate that recomputes "blocks" leaves open which. Blocks of a kind are alike, so that only how
+many of each kind are recomputed matters: those that give the most memory for a second come first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.solver.candidates import Candidate
+from autopar.solver.facts import Floats
+from autopar.solver.in_flight import in_flight
+from autopar.solver.stages import Stager, run_maxima, run_sums
+
+_BYTE = 1.0
+
+
+def again_s(stager: Stager, stage: int, *, exact: bool = True) -> Floats:
+    """Seconds per micro-batch of what every run as ``stage`` computes again so that it fits; inf
+    where it cannot. Where the candidate says what is recomputed they are 0, or inf.
+
+    With ``exact=False`` no choice of blocks takes less: parameters that several blocks share count
+    only where they are first used, and of blocks that differ the last one counts in part.
+    """
+    usable, costs = stager.cluster.usable_bytes, stager.costs
+    if stager.candidate.recompute != "blocks" or stager.candidate.recomputed_blocks:
+        return np.where(stager.peak_matrix(stage, shared=exact) <= usable, 0.0, np.inf)
+    kept = stager.kept_matrix(stage)
+    need = kept - stager.account(stage, 0.0, shared=exact).most_kept(usable)
+    seconds = np.zeros(need.shape)
+    if not (need > 0).any():
+        return seconds
+    saved = _saved_bytes(stager)
+    # one at a time they are there again: the largest, or the smallest at least
+    able = costs.held_bytes[saved > 0]
+    again = run_maxima(costs.held_bytes * (saved > 0)) if exact else min(able, default=0.0)
+    more = kept - stager.account(stage, again, shared=exact).most_kept(usable)
+    need = np.where(need > 0, more, 0.0)
+    flying = np.full(need.shape, float(in_flight(stager.candidate, stage).max()))
+    if stager.candidate.schedule == "layered" and not stager.candidate.per_block:
+        flying[:, -1] = 1.0
+    left = np.maximum(need, 0.0)
+    kinds = _kinds(saved, costs.forward_s)
+    if not exact and kinds:  # so many blocks at least, of those that take least
+        most, least = max(kind[0] for kind in kinds), min(kind[1] for kind in kinds)
+        whole = np.ceil((left - _BYTE) / (most * flying)) * least
+    for gain, forward, alike in kinds:
+        wanted = left / (gain * flying)
+        number = np.minimum(run_sums(alike), np.ceil(wanted) if exact else wanted)
+        seconds += number * forward
+        left = np.maximum(left - number * gain * flying, 0.0)
+    if not exact and kinds:
+        seconds = np.maximum(seconds, whole)
+    return np.where(left <= _BYTE, seconds, np.inf)
+
+
+def least_again_s(stager: Stager, stage: int, cuts: Sequence[int]) -> float:
+    """Seconds per micro-batch of what ``stage`` computes again, under any choice of blocks; inf
+    where none fits. Of blocks that differ the last one counts in part.
+    """
+    lost = 1 + stager.cluster.hardware.memory.lost_share(overlap=True)
+    causes = stager.bytes_by_cause(stager.contents(stage, cuts))
+    left = float(sum(causes.values()) - stager.cluster.usable_bytes)
+    if left <= 0:
+        return 0.0
+    if stager.candidate.recompute != "blocks":
+        return math.inf
+    saved, forward = stager.costs.held_bytes * stager.costs.again("full"), stager.costs.forward_s
+    flying = in_flight(stager.candidate, stage).max(axis=0)
+    runs = stager.virtual_stages(stage, cuts)
+    gains = [
+        (saved[block] * number * lost, forward[block])
+        for (first, last), number in zip(runs, flying, strict=True)
+        for block in range(first, last + 1)
+        if saved[block] > 0
+    ]
+    if not gains:
+        return math.inf
+    left += lost * min(held for held in saved.tolist() if held > 0)  # one is there again
+    whole = math.ceil((left - _BYTE) / max(gain for gain, _ in gains))
+    least = whole * min(cost for _, cost in gains)
+    seconds = 0.0
+    for gain, cost in sorted(gains, key=lambda pair: pair[1] / pair[0]):
+        seconds += cost * min(1.0, left / gain)
+        left -= gain
+        if left <= 0:
+            return max(seconds, least)
+    return math.inf
+
+
+def choose_blocks(stager: Stager, cuts: Sequence[int]) -> Stager | None:
+    """The stager of a candidate whose recomputed blocks are chosen; None where it cannot fit.
+
+    ``cuts`` has the first block of every virtual stage, then the number of blocks.
+    """
+    nothing = _with(stager, recompute="none")
+    if max(nothing.peak_bytes(cuts)) <= stager.cluster.usable_bytes:
+        return nothing
+    saved = _saved_bytes(stager)
+    chosen: list[int] = []
+    for stage in range(stager.candidate.pp):
+        found = _choose_on(stager, stage, cuts, saved)
+        if found is None:
+            return None
+        chosen += found
+    if not chosen:  # it fits because blocks are segments of their own then
+        chosen = np.flatnonzero(saved)[:1].tolist()
+    return _recomputing(stager, tuple(sorted(chosen))) if chosen else None
+
+
+def _choose_on(
+    stager: Stager, stage: int, cuts: Sequence[int], saved: Floats
+) -> tuple[int, ...] | None:
+    """The recomputed blocks of one stage: the least number, in order of what they give."""
+    runs = stager.virtual_stages(stage, cuts)
+    flying = in_flight(stager.candidate, stage).max(axis=0)
+    gains = {
+        block: saved[block] * number / stager.costs.forward_s[block]
+        for (first, last), number in zip(runs, flying.tolist(), strict=True)
+        for block in range(first, last + 1)
+        if saved[block] > 0
+    }
+    able = sorted(gains, key=lambda block: (-gains[block], block))
+
+    def fits(number: int) -> bool:
+        tried = _recomputing(stager, tuple(able[:number]))
+        causes = tried.bytes_by_cause(tried.contents(stage, cuts))
+        return sum(causes.values()) <= stager.cluster.usable_bytes
+
+    if fits(0):
+        return ()
+    if not able or not fits(len(able)):
+        return None
+    low, high = 0, len(able)  # low does not fit, high does
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return tuple(able[:high])
+
+
+def _saved_bytes(stager: Stager) -> Floats:
+    """What a micro-batch keeps less of each block if it is recomputed; 0 where it cannot be.
+
+    A block in the middle of a segment keeps its input only if it is recomputed.
+    """
+    costs = stager.costs
+    saved = costs.held_bytes - (0.0 if stager.candidate.per_block else costs.input_bytes)
+    return np.maximum(saved, 0.0) * costs.again("full")
+
+
+def _kinds(saved: Floats, forward: Floats) -> list[tuple[float, float, Floats]]:
+    """Saved bytes and seconds of blocks that are alike, and 1 for these; best ratio first."""
+    pairs = {pair for pair in zip(saved.tolist(), forward.tolist(), strict=True) if pair[0] > 0}
+    return [
+        (gain, seconds, ((saved == gain) & (forward == seconds)).astype(np.float64))
+        for gain, seconds in sorted(pairs, key=lambda pair: (pair[1] / pair[0], pair))
+    ]
+
+
+def _recomputing(stager: Stager, blocks: tuple[int, ...]) -> Stager:
+    return _with(stager, recomputed_blocks=blocks)
+
+
+def _with(stager: Stager, **changes: object) -> Stager:
+    candidate: Candidate = dataclasses.replace(stager.candidate, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(stager, candidate=candidate)
