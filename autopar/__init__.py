@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Plan,
         PlanDiff,
         Simulation,
+        Sweep,
         compile,
         diff,
         estimate,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         read_plan,
         register_rule,
         simulate,
+        sweep,
     )
     from autopar.ir.errors import AutoparError
 
@@ -43,6 +45,7 @@ __all__ = [
     "Plan",
     "PlanDiff",
     "Simulation",
+    "Sweep",
     "__version__",
     "compile",
     "diff",
@@ -54,6 +57,7 @@ __all__ = [
     "read_plan",
     "register_rule",
     "simulate",
+    "sweep",
 ]
 
 

@@ -134,7 +134,7 @@ def test_the_command_line_reference_has_every_command_and_no_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["plan", "ops", "explain", "diff", "run", "calibrate", "schema"]
+    "command", ["plan", "sweep", "ops", "explain", "diff", "run", "calibrate", "schema"]
 )
 def test_the_command_line_reference_has_every_option_and_no_other(command: str) -> None:
     text = (DOCS / "reference" / "cli.md").read_text()

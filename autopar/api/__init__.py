@@ -9,6 +9,7 @@ from autopar.api.files import cannot_write, check_writable, write_text
 from autopar.api.ops import ops
 from autopar.api.planning import plan, plan_source
 from autopar.api.simulation import simulate
+from autopar.api.sweep import Sweep, SweepPoint, sweep
 from autopar.ir.plan import Plan, read_plan
 from autopar.ir.plan_diff import PlanDiff
 from autopar.ir.rules.custom import register_rule
@@ -27,6 +28,8 @@ __all__ = [
     "PlanDiff",
     "RowProgress",
     "Simulation",
+    "Sweep",
+    "SweepPoint",
     "cannot_write",
     "check_writable",
     "compile",
@@ -41,6 +44,7 @@ __all__ = [
     "read_plan",
     "register_rule",
     "simulate",
+    "sweep",
     "synthetic_batches",
     "vocabulary_size",
     "write_text",

@@ -143,6 +143,14 @@ class EstimateArguments(ModelArguments, OptimizerArguments, BatchArguments, tota
     """Arguments of ``estimate``."""
 
 
+class SweepArguments(
+    ModelArguments, OptimizerArguments, BatchArguments, SearchArguments, total=False
+):
+    """Arguments of ``sweep``; ``progress`` as of ``plan``."""
+
+    progress: Progress | None
+
+
 class CompileArguments(
     ModelArguments, NumberArguments, BatchArguments, SearchArguments, total=False
 ):

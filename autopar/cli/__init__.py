@@ -95,6 +95,14 @@ def _parser() -> argparse.ArgumentParser:
             "and no GPU is needed.",
         )
     )
+    _add_sweep_arguments(
+        commands.add_parser(
+            "sweep",
+            help="plan over GPUs, batches or lengths",
+            description="Plan at each of several GPU counts, global batches or sequence lengths: "
+            "step time, speed, MFU and memory as a table, and as a plot.",
+        )
+    )
     _add_explain_arguments(commands.add_parser("explain", help="say a plan in words"))
     _add_diff_arguments(
         commands.add_parser(
@@ -149,6 +157,71 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_model_arguments(parser)
+    goal = parser.add_argument_group("what is to be best, over which GPUs")
+    goal.add_argument("--objective", choices=OBJECTIVES, default=argparse.SUPPRESS)
+    goal.add_argument(
+        "--gpus",
+        type=_gpu_range,
+        metavar="N or LOW:HIGH",
+        help="GPUs, or a range of them to choose from, instead of --nodes; default: all",
+    )
+    goal.add_argument(
+        "--price-per-gpu-hour", type=float, metavar="PRICE", help="for --objective cost"
+    )
+    goal.add_argument(
+        "--deadline-s",
+        type=float,
+        metavar="SECONDS",
+        help="for --objective gpus: of a step, or with --token-budget of the training",
+    )
+    goal.add_argument(
+        "--token-budget", type=float, metavar="TOKENS", help="of a training with small batches"
+    )
+    goal.add_argument(
+        "--critical-batch-size",
+        type=float,
+        metavar="SEQUENCES",
+        help="batch at which a training takes twice the fewest steps",
+    )
+    parser.add_argument(
+        "--what-if",
+        action="store_true",
+        help="also what more memory or network would buy, and what runners-up cost",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="PLAN.json", help="write the plan here"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the plan as JSON instead of words"
+    )
+    _add_pins(parser)
+
+
+def _add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_model_arguments(parser)
+    parser.add_argument(
+        "--over",
+        choices=("gpus", "batch", "length"),
+        required=True,
+        help="GPUs, sequences of a step, or tokens of a sequence",
+    )
+    parser.add_argument(
+        "--values",
+        required=True,
+        metavar="A,B,… or LOW:HIGH",
+        help="a range has all GPU counts that make sense, or doublings",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="SWEEP.csv", help="write the table here as CSV"
+    )
+    parser.add_argument("--plot", type=Path, metavar="SWEEP.svg", help="write a plot here")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    _add_pins(parser)
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """A model, a cluster, and how it is trained."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -194,43 +267,9 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-grad-norm", type=float, default=unless, help="0 switches clipping off"
     )
     parser.add_argument("--seed", type=int, default=unless)
-    goal = parser.add_argument_group("what is to be best, over which GPUs")
-    goal.add_argument("--objective", choices=OBJECTIVES, default=unless)
-    goal.add_argument(
-        "--gpus",
-        type=_gpu_range,
-        metavar="N or LOW:HIGH",
-        help="GPUs, or a range of them to choose from, instead of --nodes; default: all",
-    )
-    goal.add_argument(
-        "--price-per-gpu-hour", type=float, metavar="PRICE", help="for --objective cost"
-    )
-    goal.add_argument(
-        "--deadline-s",
-        type=float,
-        metavar="SECONDS",
-        help="for --objective gpus: of a step, or with --token-budget of the training",
-    )
-    goal.add_argument(
-        "--token-budget", type=float, metavar="TOKENS", help="of a training with small batches"
-    )
-    goal.add_argument(
-        "--critical-batch-size",
-        type=float,
-        metavar="SEQUENCES",
-        help="batch at which a training takes twice the fewest steps",
-    )
-    parser.add_argument(
-        "--what-if",
-        action="store_true",
-        help="also what more memory or network would buy, and what runners-up cost",
-    )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="PLAN.json", help="write the plan here"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the plan as JSON instead of words"
-    )
+
+
+def _add_pins(parser: argparse.ArgumentParser) -> None:
     pins = parser.add_argument_group("decisions to pin instead of searching")
     for name in INTEGER_PINS:
         pins.add_argument(_flag(name), dest=name, type=int, metavar="N")

@@ -13,20 +13,12 @@ from autopar.ir.plan import to_json
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, write the plan, and print it in words or as JSON."""
-    cluster = api.Cluster(
-        arguments.cluster, nodes=arguments.nodes, gpus_per_node=arguments.gpus_per_node
-    )
+    cluster = cluster_of(arguments)
     if arguments.output is not None:
         api.check_writable(arguments.output)
-    pins = {name: getattr(arguments, name) for name in (*INTEGER_PINS, *CHOICE_PINS, *TEXT_PINS)}
-    given = only(PlanArguments, vars(arguments))
-    if given.get("max_grad_norm") == 0:
-        given["max_grad_norm"] = None
-    given["pin"] = {name: value for name, value in pins.items() if value is not None}
-    given["progress"] = _show if sys.stderr.isatty() else None
-    plan = api.plan(arguments.model, cluster, **given)
+    plan = api.plan(arguments.model, cluster, **only(PlanArguments, given_of(arguments)))
     if sys.stderr.isatty():
-        _show("")
+        show("")
     if arguments.output is not None:
         try:
             plan.save(arguments.output)
@@ -36,5 +28,25 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _show(message: str) -> None:
+def cluster_of(arguments: argparse.Namespace) -> api.Cluster:
+    """The cluster that is asked for."""
+    return api.Cluster(
+        arguments.cluster, nodes=arguments.nodes, gpus_per_node=arguments.gpus_per_node
+    )
+
+
+def given_of(arguments: argparse.Namespace) -> dict[str, object]:
+    """All options by their names in Python, those among them that functions take."""
+    pins = {name: getattr(arguments, name) for name in (*INTEGER_PINS, *CHOICE_PINS, *TEXT_PINS)}
+    given = {
+        **vars(arguments),
+        "pin": {name: value for name, value in pins.items() if value is not None},
+        "progress": show if sys.stderr.isatty() else None,
+    }
+    if given.get("max_grad_norm") == 0:
+        given["max_grad_norm"] = None
+    return given
+
+
+def show(message: str) -> None:
     print(f"\r\033[K{message}", end="", file=sys.stderr, flush=True)

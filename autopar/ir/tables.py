@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
 def named_rows(rows: Sequence[tuple[str, str]]) -> str:
@@ -12,13 +12,15 @@ def named_rows(rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"  {name:<{width}}  {text.replace(chr(10), below)}" for name, text in rows)
 
 
-def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table with a head: the first column to the left, all others to the right."""
+def columns(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)
+) -> str:
+    """A table with a head: columns in ``left`` to the left, all others to the right."""
     lines = [head, *rows]
     widths = [max(len(line[place]) for line in lines) for place in range(len(head))]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if place == 0 else cell.rjust(width)
+            cell.ljust(width) if place in left else cell.rjust(width)
             for place, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines

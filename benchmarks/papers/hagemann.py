@@ -7,11 +7,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+from autopar.api.plots import lines, stacked
 from benchmarks.papers import layout_tables as tables
 from benchmarks.papers import narayanan
 from benchmarks.papers.cases import LENGTHS, LLAMAS, PUBLISHED_MFU
 from benchmarks.papers.pages import Finding, findings
-from benchmarks.papers.plots import lines, stacked
 from benchmarks.papers.study import WAITING, Found
 from benchmarks.papers.sweep import PAPER, SHARDED, Sweep, length, times
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autopar.api.plots import lines
 from autopar.solver import Cluster
 from benchmarks.papers import layout_tables as tables
 from benchmarks.papers import trends
 from benchmarks.papers.cases import LLAMAS, OTHERS
 from benchmarks.papers.planned import recommendations
-from benchmarks.papers.plots import lines
 from benchmarks.papers.sweep import NARROW, PAPER, SHARDED
 
 

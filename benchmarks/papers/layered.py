@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from autopar.api.plots import Points, lines
 from autopar.estimation import ModelShape
 from autopar.ir.plan import RecomputeName, ScheduleName
 from autopar.ir.schedules import compact_schedule, contiguous_stages, modular_stages
@@ -19,7 +20,6 @@ from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.simulate import SegmentTimes, simulate
 from autopar.solver.training_length import TrainingLength
 from benchmarks.papers.pages import Finding, findings, table
-from benchmarks.papers.plots import Points, lines
 from benchmarks.papers.study import Found, Layout, numerics, shape_facts
 
 TRILLION = ModelShape(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from autopar.api.plots import Points
 from autopar.solver import Cluster
 from benchmarks.papers.cases import Case
 from benchmarks.papers.pages import table
-from benchmarks.papers.plots import Points
 from benchmarks.papers.sweep import Space, Sweep, length
 
 FACTORS = (1, 2, 4, 8)

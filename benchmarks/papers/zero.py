@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.api.plots import stacked
 from autopar.estimation import ModelShape
 from autopar.ir.plan import PrecisionName, ScheduleName
 from autopar.ir.schedule import Action, ActionKind
 from autopar.solver import Cluster
 from autopar.solver.solved import Solved
 from benchmarks.papers.pages import Finding, findings, table
-from benchmarks.papers.plots import stacked
 from benchmarks.papers.study import Found, Layout, Study, numerics, shape_facts
 
 GPT_7B = ModelShape(

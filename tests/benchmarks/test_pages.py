@@ -7,7 +7,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from benchmarks.papers import pages, plots
+from autopar.api import plots
+from benchmarks.papers import pages
 from benchmarks.papers.__main__ import PAGES
 
 SVG = "{http://www.w3.org/2000/svg}"

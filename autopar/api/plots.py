@@ -69,6 +69,20 @@ def stacked(title: str, y: str, bars: Mapping[str, Mapping[str, float]]) -> str:
     return _document(parts)
 
 
+def panels(plots: Sequence[str]) -> str:
+    """Plots one below the other, as one document."""
+    height = HEIGHT * len(plots)
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'width="{WIDTH}" height="{height}">'
+    )
+    moved = [
+        plot.strip().replace("<svg ", f'<svg y="{HEIGHT * number}" ', 1)
+        for number, plot in enumerate(plots)
+    ]
+    return "\n".join([head, *moved, "</svg>", ""])
+
+
 def _plot_width() -> int:
     return WIDTH - _LEFT - _RIGHT
 
