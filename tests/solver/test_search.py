@@ -149,7 +149,16 @@ def test_the_scalar_bound_holds_for_a_slow_first_block():
 def test_matrix_of_bytes_equals_bytes_by_cause():
     cluster = Cluster("cpu-local")
     search = new_search(cluster)
-    for candidate in candidates(cluster, global_batch_size=8, model=DIVISIBLE, pin={}):
+    pins: tuple[Pins, ...] = ({"recompute": "full"}, {"recompute": "blocks"})
+    for candidate in itertools.chain.from_iterable(
+        candidates(
+            cluster,
+            global_batch_size=8,
+            model=DIVISIBLE,
+            pin={**pin, "virtual_stages": 1},
+        )
+        for pin in pins
+    ):
         setting = search.setting(candidate)
         stager = search.stager(candidate, setting.least)
         for stage in range(candidate.pp):
@@ -227,7 +236,8 @@ def test_same_input_gives_the_same_plan():
         ({"virtual_stages": 2, "pp": 1}, "nothing to interleave"),
         ({"virtual_stages": 8, "pp": 2}, "pp=2 × virtual_stages=8 is pinned, but the model has"),
         ({"virtual_stages": 8}, "virtual_stages=8 is pinned, but the model has"),
-        ({"schedule": "interleaved"}, "needs several virtual stages"),
+        ({"schedule": "interleaved", "pp": 1}, "needs several virtual stages"),
+        ({"schedule": "interleaved", "virtual_stages": 1}, "needs several virtual stages"),
         ({"depth": 2}, "depth"),
         ({"tp": True}, "tp=True"),
         ({"tp": 4, "zero_stage": 1}, "zero_stage=1"),
