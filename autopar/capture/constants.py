@@ -8,12 +8,13 @@ the graph.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from autopar.capture.elementwise import ELEMENTWISE, repeats, without_repeats
 from autopar.capture.flat import (
     FlatGraph,
     emit,
@@ -117,12 +118,27 @@ def evaluate(flat: FlatGraph, wanted: Iterable[fx.Node], batch: int) -> dict[fx.
             values[node] = flat.constants[flat.bindings[node].name]
             continue
         with torch.no_grad():
-            values[node] = call_at(node, values.__getitem__, batch)
+            values[node] = _value(node, values, batch)
         for source in node.all_input_nodes:
             needed[source] -= 1
             if not needed[source] and source not in kept:
                 del values[source]
     return values
+
+
+def _value(node: fx.Node, values: Mapping[fx.Node, Any], batch: int) -> Any:
+    """The value of a call. What is the same for all sequences is computed once and expanded: as a
+    view, which no op but elementwise ones gets to see.
+    """
+    if node.target in ELEMENTWISE:
+        found = call_at(node, lambda source: without_repeats(values[source]), batch)
+        return found.expand(info(node).tensor.shape_at(batch))
+
+    def whole(source: fx.Node) -> Any:
+        value = values[source]
+        return value.contiguous() if source.target in ELEMENTWISE else value
+
+    return call_at(node, whole, batch)
 
 
 class _Constants:
@@ -157,7 +173,7 @@ class _Constants:
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    digest = hashlib.sha256(data.tobytes()).digest()
+    digest = hashlib.sha256(data.data).digest()
     return (tuple(tensor.shape), tensor.dtype, digest)
 
 
@@ -173,7 +189,8 @@ def _fold(constants: _Constants, node: fx.Node, small: Tensor, large: Tensor) ->
         return
     (dim,) = varying
     one = small.narrow(dim, 0, 1)
-    if not (torch.equal(one.expand_as(small), small) and torch.equal(one.expand_as(large), large)):
+    alike = _is_alike(small, dim) and _is_alike(large, dim)
+    if not (alike and torch.equal(one, large.narrow(dim, 0, 1))):
         return
     source = constants.placeholder(one, node)
     expanded = emit(
@@ -188,6 +205,11 @@ def _fold(constants: _Constants, node: fx.Node, small: Tensor, large: Tensor) ->
             for other in user.all_input_nodes
         )
         user.replace_input_with(node, source if broadcasts else expanded)
+
+
+def _is_alike(value: Tensor, dim: int) -> bool:
+    """Whether all entries along ``dim`` are equal."""
+    return repeats(value, dim) or torch.equal(value.narrow(dim, 0, 1).expand_as(value), value)
 
 
 _BROADCASTING = {

@@ -89,7 +89,9 @@ def constant_digest(value: Tensor) -> str:
     flat = value.detach().reshape(-1)
     if not value.dtype.is_floating_point:
         data = flat.contiguous().view(torch.uint8).numpy()
-        return hashlib.sha256(repr(head).encode() + data.tobytes()).hexdigest()
+        digest = hashlib.sha256(repr(head).encode())
+        digest.update(data.data)
+        return digest.hexdigest()
     numbers = flat.to(torch.float64)
     special = (numbers.isnan().sum().item(), numbers.isposinf().sum().item())
     numbers = numbers.nan_to_num(0.0, 1.0, -1.0)

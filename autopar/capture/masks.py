@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.capture.constants import BATCHES, constant_nodes, evaluate, merge_equal
+from autopar.capture.elementwise import ELEMENTWISE, equal, without_repeats
 from autopar.capture.flat import FlatGraph, argument, remove_dead_code
 from autopar.capture.mask_rows import KeyRuns, key_runs
 from autopar.ir.graph import info
@@ -86,48 +87,8 @@ def _sees(runs: KeyRuns, queries: int, keys: int) -> set[str]:
 def _admits(mask: Tensor, allowed: Tensor) -> bool:
     """True if ``mask`` lets exactly ``allowed`` through."""
     if mask.dtype is torch.bool:
-        return _equal(mask, allowed)
-    return _equal(mask == 0, allowed) and _equal(mask > torch.finfo(mask.dtype).min, allowed)
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Equality of tensors that broadcast (numpy is ten times as fast at it as ``torch.equal``)."""
-    if one.dtype is torch.bfloat16:
-        one, other = one.float(), other.float()
-    return bool((one.numpy() == other.numpy()).all())
-
-
-_POINTWISE = {
-    _aten.le.Tensor,
-    _aten.lt.Tensor,
-    _aten.ge.Tensor,
-    _aten.gt.Tensor,
-    _aten.eq.Tensor,
-    _aten.ne.Tensor,
-    _aten.le.Scalar,
-    _aten.lt.Scalar,
-    _aten.ge.Scalar,
-    _aten.gt.Scalar,
-    _aten.eq.Scalar,
-    _aten.ne.Scalar,
-    _aten.add.Tensor,
-    _aten.sub.Tensor,
-    _aten.mul.Tensor,
-    _aten.__and__.Tensor,
-    _aten.__or__.Tensor,
-    _aten.bitwise_and.Tensor,
-    _aten.bitwise_or.Tensor,
-    _aten.bitwise_not.default,
-    _aten.logical_and.default,
-    _aten.logical_or.default,
-    _aten.logical_not.default,
-    _aten.where.self,
-    _aten.where.ScalarSelf,
-    _aten.where.ScalarOther,
-    _aten.where.Scalar,
-    _aten.masked_fill.Scalar,
-    _aten.to.dtype,
-}
+        return equal(mask, allowed)
+    return equal(mask == 0, allowed) and equal(mask > torch.finfo(mask.dtype).min, allowed)
 
 
 class _Bands:
@@ -150,7 +111,7 @@ class _Bands:
         def band(source: fx.Node) -> Tensor:
             return self.rows(source, start, stop)
 
-        if node.target in _POINTWISE:
+        if node.target in ELEMENTWISE:
             assert callable(node.target)
             result: Tensor = node.target(
                 *fx.map_arg(node.args, band), **fx.map_arg(node.kwargs, band)
@@ -160,7 +121,7 @@ class _Bands:
             table, indices = node.args[:2]
             assert isinstance(table, fx.Node)
             picked: Tensor = _aten.index.Tensor(self._value(table), fx.map_arg(indices, band))
-            return _without_repeats(picked)
+            return without_repeats(picked)
         if node.target is _aten.expand.default and len(shape) >= 2:
             source = node.args[0]
             assert isinstance(source, fx.Node)
@@ -170,7 +131,7 @@ class _Bands:
         value = self._value(node)
         if len(shape) >= 2 and shape[-2] > 1:
             value = value.narrow(-2, start, stop - start)
-        return _without_repeats(value)
+        return without_repeats(value)
 
     def _indexes_by_tensors(self, node: fx.Node) -> bool:
         if node.target is not _aten.index.Tensor:
@@ -185,12 +146,3 @@ class _Bands:
         if node not in self._whole:
             self._whole.update(evaluate(self._flat, [node], self._batch))
         return self._whole[node]
-
-
-def _without_repeats(value: Tensor) -> Tensor:
-    """A value that gives ``value`` when it is broadcast, with one entry where all are equal."""
-    for dim in range(value.dim() - 2):
-        first = value.narrow(dim, 0, 1)
-        if value.shape[dim] > 1 and value.numel() <= _BAND_ENTRIES and _equal(first, value):
-            value = first
-    return value
