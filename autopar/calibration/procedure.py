@@ -116,6 +116,7 @@ def calibrate(request: Request, progress: Progress | None = None) -> Report | No
     except Exception as error:
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         communicator.report_failure(message)
+        communicator.close()
         if isinstance(error, AutoparError):
             raise
         raise RankFailedError(
