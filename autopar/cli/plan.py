@@ -38,7 +38,7 @@ def cluster_of(arguments: argparse.Namespace) -> api.Cluster:
 def given_of(arguments: argparse.Namespace) -> dict[str, object]:
     """All options by their names in Python, those among them that functions take."""
     pins = {name: getattr(arguments, name) for name in (*INTEGER_PINS, *CHOICE_PINS, *TEXT_PINS)}
-    given = {
+    given: dict[str, object] = {
         **vars(arguments),
         "pin": {name: value for name, value in pins.items() if value is not None},
         "progress": show if sys.stderr.isatty() else None,
