@@ -39,10 +39,13 @@ def infeasible_error(instance: Instance) -> InfeasibleError:
     where = f"ranks of pipeline stage {closest.stage} of {closest.candidate}"
     what = (
         f"no plan fits into {_size(usable)}: the fullest rank of the one that comes closest needs "
-        f"{_size(closest.num_bytes)}, {_size(max(0, missing))} too much ("
-        + ", ".join(f"{cause} {_size(num)}" for cause, num in filled)
-        + ")"
+        f"{_size(closest.num_bytes)}, {_size(missing)} too much"
+        if missing > 0
+        else f"no plan was found that fits into {_size(usable)}: {_size(closest.num_bytes)} is the "
+        "least that the fullest rank of the one that comes closest can need, and no layout with so "
+        "little was found"
     )
+    what += " (" + ", ".join(f"{cause} {_size(num)}" for cause, num in filled) + ")"
     found = relaxations(instance)
     if found.conflict:
         what += f"; pinned {' and '.join(found.conflict)} leave{'s' * (len(found.conflict) == 1)} "

@@ -113,7 +113,7 @@ def test_gradients_in_16_bits_are_offered_where_they_help():
 
 def test_the_error_says_all_of_it():
     with pytest.raises(InfeasibleError) as caught:
-        plan(TIGHT, {"micro_batch_size": 8}, batch=8)
+        plan(FOUR.with_memory(15_000), {"micro_batch_size": 8}, batch=8)
     text = str(caught.value)
     for said in ("too much", "stage 0", "pinned micro_batch_size=8 leaves no way to fit"):
         assert said in text
