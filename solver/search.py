@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -91,8 +92,25 @@ class Search:
         self.too_large: dict[tuple[int, int, int, Way], int] = {}  # by degrees: what never fits
         self._rough: dict[tuple[int | Way, ...], float] = {}
 
-    def run(self, candidates: Sequence[Candidate]) -> SearchResult:
-        """The fastest candidate, and a bound on all of them."""
+    def run(
+        self,
+        candidates: Sequence[Candidate],
+        *,
+        first: Sequence[Candidate] = (),
+        stop_at_s: float = math.inf,
+    ) -> SearchResult:
+        """The fastest candidate, and a bound on all of them.
+
+        Args:
+            candidates: What is searched.
+            first: Those of them to solve before all others, in order, until one fits: there is an
+                answer from then on, and it is the one without ``first`` unless a limit ends the
+                search.
+            stop_at_s: ``time.perf_counter()`` after which none is begun, once one was found.
+        """
+        started = self._start(first)
+        start = next((solved for solved in started.values() if solved is not None), None)
+        enough = math.inf if start is None else start.step_s
         result = SearchResult(
             best=None, bound_s=math.inf, solved=[], bounds={}, num_candidates=len(candidates)
         )
@@ -107,13 +125,15 @@ class Search:
             bound, number, step = queue[0]
             if not math.isfinite(bound) or (result.best and bound >= result.best.step_s):
                 break
+            if bound > enough or ((result.best or start) and time.perf_counter() >= stop_at_s):
+                break
             heapq.heappop(queue)
             candidate = candidates[number]
             if step < len(refine):
                 heapq.heappush(queue, (max(bound, refine[step](candidate)), number, step + 1))
                 continue
             self.progress(f"solving {candidate}")
-            solved = self.solve(candidate)
+            solved = started[candidate] if candidate in started else self.solve(candidate)
             is_only = self._has_one_layout(candidate) and solved is not None
             result.bounds[candidate] = solved.step_s if is_only and solved else bound
             if solved is None:
@@ -122,12 +142,26 @@ class Search:
             result.solved.append(solved)
             if result.best is None or solved.step_s < result.best.step_s:
                 result.best = solved
+        if start is not None and (result.best is None or start.step_s < result.best.step_s):
+            result.best = start  # a limit ended the search
+            result.solved.append(start)
         result.left = [(bound, step, candidates[number]) for bound, number, step in queue]
         lowest = [bound for bound, _, _ in queue] + list(result.bounds.values())
         if result.best is not None:
             lowest.append(result.best.step_s)
         result.bound_s = min(lowest, default=math.inf)
         return result
+
+    def _start(self, first: Sequence[Candidate]) -> dict[Candidate, Solved | None]:
+        """``first`` up to the one that fits, solved."""
+        found: dict[Candidate, Solved | None] = {}
+        for candidate in first:
+            if math.isfinite(self.rough_bound(candidate)) and math.isfinite(self.bound(candidate)):
+                self.progress(f"solving {candidate}")
+                found[candidate] = self.solve(candidate)
+                if found[candidate] is not None:
+                    break
+        return found
 
     def setting(self, candidate: Candidate) -> Setting:
         key = (*_layout_degrees(candidate), candidate.micro_batch_size, candidate.way)

@@ -1,0 +1,45 @@
+"""Warm starts: the candidates that are nearest to the decisions of an old plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autopar.ir.plan import Plan
+from autopar.solver.candidates import Candidate
+
+NUM_STARTS = 4
+"""So many are tried until one fits."""
+
+
+def warm_candidates(old: Plan, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Those of ``candidates`` that decide most like ``old``, nearest first.
+
+    What is kept, in this order: the degrees that layouts and stages depend on, how work is ordered,
+    the ZeRO stage, the micro-batch size, and recomputation. The data degrees follow from the others
+    and the GPUs there are: they are kept where they can be. ``old`` may be for another cluster,
+    batch or model.
+    """
+    return tuple(sorted(candidates, key=lambda candidate: _distance(old, candidate))[:NUM_STARTS])
+
+
+def _distance(old: Plan, candidate: Candidate) -> tuple[float, ...]:
+    mesh, schedule = old.mesh, old.schedule
+    blocks = "blocks" if schedule.recompute in ("none", "full") else schedule.recompute
+    return (
+        _factor(candidate.tp, mesh.tp)
+        + _factor(candidate.pp, mesh.pp)
+        + _factor(candidate.cp, mesh.cp)
+        + _factor(candidate.ep, mesh.ep),
+        float(candidate.schedule != schedule.name)
+        + _factor(candidate.virtual_stages, schedule.virtual_stages),
+        float(candidate.zero_stage != schedule.zero_stage),
+        _factor(candidate.micro_batch_size, old.batch.micro_batch_size),
+        float(candidate.recompute not in (schedule.recompute, blocks)),
+        _factor(candidate.dp_shard, mesh.dp_shard),
+    )
+
+
+def _factor(one: int, other: int) -> float:
+    """How many times larger one is than the other, as doublings."""
+    return abs(math.log2(one / other))
