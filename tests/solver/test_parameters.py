@@ -73,7 +73,7 @@ def test_many_blocks_cost_what_each_does():
 
 
 def test_a_plan_has_what_the_runtime_adds_to_a_step():
-    pin = {"micro_batch_size": 4, "recompute": "none"}
+    pin: dict[str, int | str] = {"micro_batch_size": 4, "recompute": "none"}
     ops = [("linear", 0), ("relu", 0), ("linear", 0), ("add", 0)]
     model = block_model(ops, num_blocks=3)
 
