@@ -4,7 +4,7 @@ A node, one GPU count with one batch, is refined in three steps, each when its b
 objective is the lowest of all:
 
 1. the FLOPs of the model's products at the peak of all GPUs;
-2. the lowest scalar bound of its candidates (``search``);
+2. the lowest scalar bound of its candidates (``Search.scalar_bound``);
 3. solved: the search over its candidates, with the bound that it proves.
 
 The range ends when no bound is below the best value. What is then proved is the lowest bound of all
@@ -33,6 +33,7 @@ from autopar.solver.objectives import FewestGpus, Objective, Point
 from autopar.solver.predict import product_flops
 from autopar.solver.search import Progress, SearchResult
 from autopar.solver.solve import DescribeMoves, make_plan
+from autopar.solver.warm_start import warm_candidates
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -72,6 +73,8 @@ def solve_range(
     source: str | None = None,
     describe_moves: DescribeMoves | None = None,
     what_if: bool = False,
+    warm_start: Plan | None = None,
+    time_limit_s: float | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """The plan with the least of ``objective``, with a certificate over all points.
@@ -80,6 +83,8 @@ def solve_range(
         model: The captured model, or its facts.
         points: Clusters with global batch sizes. Where the pins cannot hold, there is nothing.
         objective: What to minimize.
+        warm_start: A plan whose decisions are tried first at every point.
+        time_limit_s: Seconds after which nothing is begun, once something was found.
 
     All other arguments are those of ``solve``.
 
@@ -107,7 +112,8 @@ def solve_range(
             progress=progress,
         )
 
-    _search(nodes, objective, instance)
+    stop_at_s = math.inf if time_limit_s is None else time.perf_counter() + time_limit_s
+    _search(nodes, objective, _Way(instance=instance, warm_start=warm_start, stop_at_s=stop_at_s))
     best = min(
         (node for node in nodes if node.result is not None),
         key=lambda node: (objective.value(node.point, node.step_s), node.step_s),
@@ -148,10 +154,17 @@ def _node(facts: ModelFacts, seq_len: int | None, cluster: Cluster, batch: int) 
     return _Node(cluster=cluster, point=point, bound_s=product_flops(facts.model, batch) / peak)
 
 
-def _search(
-    nodes: Sequence[_Node], objective: Objective, instance: Callable[[_Node], Instance]
-) -> None:
-    """Refine nodes until none can be better than the best.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """How nodes are refined."""
+
+    instance: Callable[[_Node], Instance]
+    warm_start: Plan | None
+    stop_at_s: float
+
+
+def _search(nodes: Sequence[_Node], objective: Objective, way: _Way) -> None:
+    """Refine nodes until none can be better than the best, or time is up.
 
     Raises:
         InputError: No node has a mesh.
@@ -170,39 +183,53 @@ def _search(
         value, _, number, step = heapq.heappop(queue)
         if not math.isfinite(value) or value >= best:
             break
+        if math.isfinite(best) and time.perf_counter() >= way.stop_at_s:
+            break
         node = nodes[number]
         if step == 1:
             try:
-                _bound(node, instance)
+                _bound(node, way)
             except InputError as error:
                 refused.append(error)
                 node.bound_s = math.inf
                 continue
             heapq.heappush(queue, entry(number, 2))
             continue
-        _solve(node)
+        _solve(node, way)
         best = min(best, objective.value(node.point, node.step_s))
     if len(refused) == len(nodes):
         raise refused[-1]
 
 
-def _bound(node: _Node, instance: Callable[[_Node], Instance]) -> None:
+def _bound(node: _Node, way: _Way) -> None:
     """The second step."""
     started = time.perf_counter()
-    node.instance = instance(node)
+    node.instance = way.instance(node)
     num, batch = node.point.num_gpus, node.point.global_batch_size
     node.instance.search.progress(f"bounding {num} GPUs with a batch of {batch}")
-    search = node.instance.search
-    lowest = min(search.scalar_bound(candidate) for candidate in node.instance.candidates)
-    node.bound_s = max(node.bound_s, lowest)
+    node.bound_s = max(node.bound_s, _lowest_bound(node.instance))
     node.solve_s += time.perf_counter() - started
 
 
-def _solve(node: _Node) -> None:
+def _lowest_bound(instance: Instance) -> float:
+    """The lowest scalar bound of the candidates; only those that may have it are asked for it."""
+    search, candidates = instance.search, instance.candidates
+    queue = [(search.rough_bound(found), number, 1) for number, found in enumerate(candidates)]
+    heapq.heapify(queue)
+    while True:
+        bound, number, step = queue[0]
+        if step == 2 or not math.isfinite(bound):
+            return bound
+        scalar = search.scalar_bound(candidates[number])
+        heapq.heapreplace(queue, (max(bound, scalar), number, 2))
+
+
+def _solve(node: _Node, way: _Way) -> None:
     """The third step."""
     assert node.instance is not None
-    started = time.perf_counter()
-    node.result = node.instance.search.run(node.instance.candidates)
+    started, found = time.perf_counter(), node.instance.candidates
+    first = () if way.warm_start is None else warm_candidates(way.warm_start, found)
+    node.result = node.instance.search.run(found, first=first, stop_at_s=way.stop_at_s)
     node.bound_s = max(node.bound_s, node.result.bound_s)
     node.solve_s += time.perf_counter() - started
 

@@ -66,7 +66,7 @@ def may_fit(instance: Instance) -> bool:
     small = [found for found in instance.candidates if found.micro_batch_size == smallest]
     search = instance.search
     return any(
-        math.isfinite(search.scalar_bound(candidate)) and math.isfinite(search.bound(candidate))
+        math.isfinite(search.rough_bound(candidate)) and math.isfinite(search.bound(candidate))
         for candidate in sorted(small, key=_frugal)
     )
 

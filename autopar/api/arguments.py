@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, cast
 
 from autopar.capture import Inputs, LossFn
-from autopar.ir.plan import PrecisionName
+from autopar.ir.plan import Plan, PrecisionName
 from autopar.ir.plan_search import ObjectiveName
 
 OptimizerName = Literal["adamw", "adam", "sgd"]
@@ -114,10 +115,25 @@ class ReportArguments(TypedDict, total=False):
     what_if: bool
 
 
+class LimitArguments(TypedDict, total=False):
+    """Where the search begins, and when it ends.
+
+    Attributes:
+        warm_start: A plan, or the file of one, whose decisions are tried first, as far as this
+            cluster and batch have them: after a node was lost, or the batch changed.
+        time_limit_s: Seconds of searching after which the best that was found is taken, with what
+            is proved of it then. Something is found whatever it takes.
+    """
+
+    warm_start: Plan | str | Path | None
+    time_limit_s: float | None
+
+
 class RequestArguments(
     OptimizerArguments,
     BatchArguments,
     SearchArguments,
+    LimitArguments,
     ObjectiveArguments,
     ReportArguments,
     total=False,
@@ -152,7 +168,12 @@ class SweepArguments(
 
 
 class CompileArguments(
-    ModelArguments, NumberArguments, BatchArguments, SearchArguments, total=False
+    ModelArguments,
+    NumberArguments,
+    BatchArguments,
+    SearchArguments,
+    LimitArguments,
+    total=False,
 ):
     """Arguments of ``compile`` beside its own."""
 

@@ -95,6 +95,8 @@ def solve_request(request: Request, graph: ModelGraph, progress: Progress | None
         source=request.source.spec,
         describe_moves=plan_moves,
         what_if=request.what_if,
+        warm_start=request.warm_start,
+        time_limit_s=request.time_limit_s,
         progress=progress,
     )
 

@@ -24,7 +24,7 @@ from autopar.api.goal import Goal, clusters_of, make_goal
 from autopar.api.training_pins import training_pins
 from autopar.capture import ModelSource, open_model
 from autopar.ir.errors import InputError
-from autopar.ir.plan import TrainingPlan
+from autopar.ir.plan import Plan, TrainingPlan, read_plan
 from autopar.solver import Cluster
 from autopar.solver.candidates import check_pins
 
@@ -38,6 +38,7 @@ class Request:
         points: Clusters with batches to choose from; one, unless more were asked for.
         goal: What is to be best.
         pin: What the solver may not choose.
+        warm_start, time_limit_s, what_if: As of ``plan``.
         defaults: What the user left open, in words.
     """
 
@@ -49,6 +50,8 @@ class Request:
     seq_len: int | None
     training: TrainingPlan
     pin: Mapping[str, int | str]
+    warm_start: Plan | None
+    time_limit_s: float | None
     what_if: bool
     defaults: tuple[str, ...]
 
@@ -124,9 +127,21 @@ def make_request(
         seq_len=seq_len,
         training=training,
         pin=layout,
+        warm_start=_old_plan(given.get("warm_start")),
+        time_limit_s=_time_limit(given.get("time_limit_s")),
         what_if=given.get("what_if", False),
         defaults=tuple(defaults),
     )
+
+
+def _old_plan(old: Plan | str | Path | None) -> Plan | None:
+    return old if old is None or isinstance(old, Plan) else read_plan(old)
+
+
+def _time_limit(seconds: float | None) -> float | None:
+    if seconds is not None and not seconds >= 0:
+        raise InputError(f"time_limit_s is {seconds}; it must be 0 or more")
+    return seconds
 
 
 def _possible(

@@ -185,6 +185,19 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="batch at which a training takes twice the fewest steps",
     )
     parser.add_argument(
+        "--warm-start",
+        type=Path,
+        metavar="OLD.json",
+        help="a plan whose decisions are tried first",
+    )
+    parser.add_argument(
+        "--time-limit",
+        dest="time_limit_s",
+        type=float,
+        metavar="SECONDS",
+        help="of searching; then the best that was found is taken, with its bound",
+    )
+    parser.add_argument(
         "--what-if",
         action="store_true",
         help="also what more memory or network would buy, and what runners-up cost",

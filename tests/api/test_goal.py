@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Unpack
 
 import pytest
@@ -10,7 +11,7 @@ import autopar
 from autopar import Cluster, Plan
 from autopar.api.arguments import PlanArguments
 from autopar.api.goal import clusters_of
-from autopar.ir.errors import InfeasibleError, InputError
+from autopar.ir.errors import InfeasibleError, InputError, PlanFormatError
 from tests.models import tiny_transformer
 
 CLUSTER = Cluster("cpu-local", gpus_per_node=2)
@@ -98,3 +99,21 @@ def test_the_clusters_of_a_range_are_of_the_hardware_whatever_its_nodes():
     assert [c.num_gpus for c in clusters_of(CLUSTER, (1, 6))] == [1, 2, 4, 6]
     assert clusters_of(CLUSTER, None) == (CLUSTER,)
     assert [c.nodes for c in clusters_of(Cluster("a100-80gb", nodes=4), 16)] == [2]
+
+
+def test_an_old_plan_and_a_limit_are_arguments(tmp_path: Path):
+    old = plan(gpus=4, global_batch_size=8)
+    old.save(tmp_path / "old.json")
+    cold, warm = plan(global_batch_size=12), plan(global_batch_size=12, warm_start=old)
+    limited = plan(global_batch_size=12, warm_start=tmp_path / "old.json", time_limit_s=0)
+    for found in (warm, cold, limited):
+        assert found.device_mesh().num_ranks == 2
+    assert (warm.mesh, warm.schedule, warm.batch) == (cold.mesh, cold.schedule, cold.batch)
+    assert warm.certificate.bound_s == cold.certificate.bound_s
+    assert limited.certificate.num_solved == 1
+    assert limited.certificate.bound_s <= cold.prediction.step_s <= limited.prediction.step_s
+    assert limited.schedule.name == old.schedule.name
+    with pytest.raises(InputError, match="time_limit_s is -1"):
+        plan(time_limit_s=-1)
+    with pytest.raises(PlanFormatError, match=r"none\.json"):
+        plan(warm_start=tmp_path / "none.json")

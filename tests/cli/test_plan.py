@@ -230,6 +230,17 @@ def test_objectives_and_ranges_are_flags(capfd: pytest.CaptureFixture[str], conf
     assert_refused(run(capfd, "plan", config, *SIZES, "--objective", "gpus"), "deadline_s")
 
 
+def test_a_plan_starts_from_an_old_one(
+    capfd: pytest.CaptureFixture[str], config, plan_file, tmp_path
+):
+    flags = ("--gpus-per-node", 2, "--precision", "fp32", "--json")
+    limits = ("--warm-start", plan_file, "--time-limit", 0)
+    found = json.loads(run(capfd, "plan", config, *SIZES, *flags, *limits).out)
+    assert (found["mesh"]["tp"], found["certificate"]["num_solved"]) == (2, 1)
+    missing = ("--warm-start", tmp_path / "none.json")
+    assert_refused(run(capfd, "plan", config, *SIZES, *flags, *missing), "none.json")
+
+
 def test_what_changes_would_buy_is_asked_for(capfd: pytest.CaptureFixture[str], config):
     flags = ("--tp", 1, "--recompute", "none", "--gpus-per-node", 2)
     done = run(capfd, "plan", config, *SIZES, *flags, "--what-if")
