@@ -48,6 +48,10 @@ class Objective(Protocol):
         """Never less for a longer step; infinite for a step that will not do."""
         ...
 
+    def longest_step_s(self, point: Point, value: float) -> float:
+        """The longest step that is not worse than ``value``."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
@@ -60,6 +64,10 @@ class StepTime:
     def value(self, point: Point, step_s: float) -> float:
         """``step_s`` itself."""
         return step_s
+
+    def longest_step_s(self, point: Point, value: float) -> float:
+        """Inverse of ``value``."""
+        return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +94,10 @@ class TokenCost:
         """GPUs · price · time, over tokens."""
         price = point.num_gpus * self.price_per_gpu_hour / _HOUR_S
         return price * step_s / point.tokens * _MILLION
+
+    def longest_step_s(self, point: Point, value: float) -> float:
+        """Inverse of ``value``."""
+        return value / _MILLION * point.tokens * _HOUR_S / self.price_per_gpu_hour / point.num_gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +136,10 @@ class FewestGpus:
         meets = step_s <= self.step_deadline_s(point.global_batch_size)
         return float(point.num_gpus) if meets else math.inf
 
+    def longest_step_s(self, point: Point, value: float) -> float:
+        """Inverse of ``value``."""
+        return self.step_deadline_s(point.global_batch_size) if point.num_gpus <= value else 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingTime:
@@ -141,6 +157,10 @@ class TrainingTime:
     def value(self, point: Point, step_s: float) -> float:
         """Steps · ``step_s``."""
         return self.length.seconds(point.global_batch_size, step_s)
+
+    def longest_step_s(self, point: Point, value: float) -> float:
+        """Inverse of ``value``."""
+        return value / self.length.steps(point.global_batch_size)
 
 
 def _length_settings(length: TrainingLength | None) -> dict[str, float]:

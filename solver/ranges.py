@@ -115,7 +115,7 @@ def solve_range(
     stop_at_s = math.inf if time_limit_s is None else time.perf_counter() + time_limit_s
     _search(nodes, objective, _Way(instance=instance, warm_start=warm_start, stop_at_s=stop_at_s))
     best = min(
-        (node for node in nodes if node.result is not None),
+        (node for node in nodes if math.isfinite(node.step_s)),
         key=lambda node: (objective.value(node.point, node.step_s), node.step_s),
         default=None,
     )
@@ -195,7 +195,7 @@ def _search(nodes: Sequence[_Node], objective: Objective, way: _Way) -> None:
                 continue
             heapq.heappush(queue, entry(number, 2))
             continue
-        _solve(node, way)
+        _solve(node, way, objective.longest_step_s(node.point, best))
         best = min(best, objective.value(node.point, node.step_s))
     if len(refused) == len(nodes):
         raise refused[-1]
@@ -224,12 +224,14 @@ def _lowest_bound(instance: Instance) -> float:
         heapq.heapreplace(queue, (max(bound, scalar), number, 2))
 
 
-def _solve(node: _Node, way: _Way) -> None:
-    """The third step."""
+def _solve(node: _Node, way: _Way, cutoff_s: float) -> None:
+    """The third step; steps longer than ``cutoff_s`` are worse than what is known."""
     assert node.instance is not None
     started, found = time.perf_counter(), node.instance.candidates
     first = () if way.warm_start is None else warm_candidates(way.warm_start, found)
-    node.result = node.instance.search.run(found, first=first, stop_at_s=way.stop_at_s)
+    node.result = node.instance.search.run(
+        found, first=first, cutoff_s=cutoff_s, stop_at_s=way.stop_at_s
+    )
     node.bound_s = max(node.bound_s, node.result.bound_s)
     node.solve_s += time.perf_counter() - started
 

@@ -97,6 +97,7 @@ class Search:
         candidates: Sequence[Candidate],
         *,
         first: Sequence[Candidate] = (),
+        cutoff_s: float = math.inf,
         stop_at_s: float = math.inf,
     ) -> SearchResult:
         """The fastest candidate, and a bound on all of them.
@@ -106,11 +107,12 @@ class Search:
             first: Those of them to solve before all others, in order, until one fits: there is an
                 answer from then on, and it is the one without ``first`` unless a limit ends the
                 search.
+            cutoff_s: Steps that are longer are of no use: the search ends where all are.
             stop_at_s: ``time.perf_counter()`` after which none is begun, once one was found.
         """
         started = self._start(first)
         start = next((solved for solved in started.values() if solved is not None), None)
-        enough = math.inf if start is None else start.step_s
+        enough = cutoff_s if start is None else min(cutoff_s, start.step_s)
         result = SearchResult(
             best=None, bound_s=math.inf, solved=[], bounds={}, num_candidates=len(candidates)
         )

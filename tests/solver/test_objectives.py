@@ -43,6 +43,17 @@ def test_no_objective_falls_when_a_step_takes_longer(point, one, other, objectiv
     assert objective.value(point, math.inf) == math.inf
 
 
+@given(point=POINTS, step_s=SECONDS, objective=st.sampled_from(OBJECTIVES))
+def test_the_longest_step_of_a_value_is_its_inverse(point, step_s, objective):
+    value = objective.value(point, step_s)
+    if math.isfinite(value):
+        longest = objective.longest_step_s(point, value)
+        assert longest >= step_s * (1 - 1e-9)
+        assert objective.value(point, longest * (1 - 1e-9)) <= value * (1 + 1e-9)
+        assert objective.value(point, longest * (1 + 1e-6)) > value
+    assert objective.longest_step_s(point, math.inf) > 0
+
+
 def test_an_hour_of_a_gpu_costs_its_price():
     cost = TokenCost(price_per_gpu_hour=3.0)
     point = Point(num_gpus=2, global_batch_size=1000, seq_len=1000)
