@@ -1,4 +1,4 @@
-"""From the problem to a MathOpt model. The formulation, with the symbols of ``problem``:
+"""From the problem to an integer program. The formulation, with the symbols of ``problem``:
 
 (0) minimize  Σ_o Σ_k (w_f f[o,k] + w_g g[o,k]) u[o,k]
               + Σ_v Σ_s Σ_t (w_f f[v,s,t] + w_g g[v,s,t]) z[v,s,t]
@@ -24,204 +24,181 @@ and bytes in MB, so that coefficients are near 1.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ortools.math_opt.python import mathopt
+import numpy as np
+from ortools.math_opt import model_pb2
 
-from autopar.solver.layout.problem import MemoryLimit, Problem, Value, Weights
+from autopar.solver.layout.choices import Chooser, keepers, makers, takers
+from autopar.solver.layout.eliminate import Floats
+from autopar.solver.layout.frame import Frame
+from autopar.solver.layout.problem import MemoryLimit, Problem
+from autopar.solver.layout.tables import costs_of
 
 MICROSECONDS = 1e6
 MEGABYTES = 1e-6
 
+Terms = Sequence[tuple[int, float]]
+"""Columns and their coefficients in a row."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """A MathOpt model and its variables, by the names of the formulation."""
+class Program:
+    """An integer program without its objective. Columns are, in this order, u by op, z by value, h
+    and y by class, each as in the problem, then w.
 
-    problem: Problem
-    model: mathopt.Model
-    u: tuple[tuple[mathopt.Variable, ...], ...]
-    y: tuple[tuple[mathopt.Variable, ...], ...]
-    z: tuple[Mapping[tuple[int, int], mathopt.Variable], ...]
-    h: tuple[mathopt.Variable, ...]
+    Attributes:
+        u, y: First column of each op and of each class; the columns of one are side by side.
+    """
+
+    model: model_pb2.ModelProto
+    u: tuple[int, ...]
+    y: tuple[int, ...]
 
 
-def build(problem: Problem, limits: Sequence[MemoryLimit] = ()) -> Model:
-    """The model of ``problem`` with memory limits; ``set_objective`` gives it an objective."""
-    builder = _Builder(problem)
-    builder.choose_options()  # (1)
-    builder.choose_class_states()  # (3)
-    builder.place_values()  # (2)
-    builder.move_values()  # (4), (5), (6)
-    builder.hold_tensors()  # (7)
+def build(problem: Problem, limits: Sequence[MemoryLimit] = ()) -> Program:
+    """The program of ``problem`` with memory limits."""
+    if problem.frame not in _known:
+        _known[problem.frame] = _Builder(problem.frame).program()
+    base = _known[problem.frame]
+    model = model_pb2.ModelProto()
+    model.CopyFrom(base.model)
     for limit in limits:
-        builder.limit_memory(limit)  # (8)
-    return Model(
-        problem=problem,
-        model=builder.model,
-        u=tuple(builder.u),
-        y=tuple(builder.y),
-        z=tuple(builder.z),
-        h=tuple(builder.h),
-    )
+        add_row(model, _limited_bytes(problem, limit, base), -np.inf, limit.num_bytes * MEGABYTES)
+    return Program(model=model, u=base.u, y=base.y)
 
 
-def set_objective(model: Model, weights: Weights) -> None:
-    """(0), in place of the objective that the model had."""
-    problem = model.problem
-    terms: list[tuple[mathopt.Variable, float]] = []
-    for op, options in zip(problem.ops, model.u, strict=True):
-        forward, backward = weights.forward[op.kind], weights.backward[op.kind]
-        for option, variable in zip(op.options, options, strict=True):
-            terms.append((variable, forward * option.forward_s + backward * option.backward_s))
-    for value, moves in zip(problem.values, model.z, strict=True):
-        forward, backward = weights.forward[value.kind], weights.backward[value.kind]
-        for pair, variable in moves.items():
-            cost = value.moves[pair]
-            terms.append((variable, forward * cost.forward_s + backward * cost.backward_s))
-    for state_class, states, size in zip(problem.classes, model.y, weights.parameters, strict=True):
-        for step_s, numel, variable in zip(
-            state_class.step_s, state_class.numel, states, strict=True
-        ):
-            terms.append((variable, weights.step * step_s + size * numel))
-    for held, variable in zip(problem.held, model.h, strict=True):
-        terms.append((variable, weights.held[held.kind] * held.num_bytes))
-    model.model.objective.clear()
-    model.model.objective.is_maximize = False
-    for variable, seconds in terms:
-        if seconds:
-            model.model.objective.set_linear_coefficient(variable, MICROSECONDS * seconds)
+_known: weakref.WeakKeyDictionary[Frame, Program] = weakref.WeakKeyDictionary()
 
 
-_Sum = mathopt.LinearSum
+def set_objective(program: Program, cost_vector: Floats) -> None:
+    """(0), in seconds: what ``tables.cost_vector`` says of a problem and weights."""
+    columns = np.flatnonzero(cost_vector)
+    objective = program.model.objective.linear_coefficients
+    objective.ids[:] = columns.tolist()
+    objective.values[:] = (MICROSECONDS * cost_vector[columns]).tolist()
 
 
+def add_row(model: model_pb2.ModelProto, terms: Terms, lower: float, upper: float) -> None:
+    """Add lower ≤ Σ terms ≤ upper."""
+    row = len(model.linear_constraints.ids)
+    model.linear_constraints.ids.append(row)
+    model.linear_constraints.lower_bounds.append(lower)
+    model.linear_constraints.upper_bounds.append(upper)
+    summed: dict[int, float] = {}
+    for column, coefficient in terms:
+        summed[column] = summed.get(column, 0.0) + coefficient
+    columns = sorted(column for column, coefficient in summed.items() if coefficient)
+    model.linear_constraint_matrix.row_ids.extend([row] * len(columns))
+    model.linear_constraint_matrix.column_ids.extend(columns)
+    model.linear_constraint_matrix.coefficients.extend(summed[column] for column in columns)
+
+
+def _limited_bytes(problem: Problem, limit: MemoryLimit, program: Program) -> Terms:
+    """(8)."""
+    costs = costs_of(problem)
+    first_held = len(costs.kind)
+    copies = np.array(limit.copies)[costs.held_kind]
+    held = MEGABYTES * copies * costs.held_bytes
+    states = MEGABYTES * np.array(limit.parameter_bytes)[costs.state_class] * costs.numel
+    terms = np.concatenate([held, states])
+    return list(enumerate(terms.tolist(), start=first_held))
+
+
+@dataclass(slots=True)
 class _Builder:
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.model = mathopt.Model()
-        self.u: list[tuple[mathopt.Variable, ...]] = []
-        self.y: list[tuple[mathopt.Variable, ...]] = []
-        self.x: list[list[mathopt.LinearBase]] = []
-        self.z: list[dict[tuple[int, int], mathopt.Variable]] = []
-        self.h: list[mathopt.Variable] = []
+    frame: Frame
+    model: model_pb2.ModelProto = field(default_factory=model_pb2.ModelProto)
+    num: int = 0
 
-    def choose_options(self) -> None:
-        for op in self.problem.ops:
-            options = tuple(self.model.add_binary_variable() for _ in op.options)
-            self.u.append(options)
-            self.model.add_linear_constraint(_Sum(options) == 1)
+    def program(self) -> Program:
+        frame = self.frame
+        u = self.add_columns([len(op.options) for op in frame.ops], integer=True)
+        z = self.add_columns([len(value.moves) for value in frame.values])
+        (h,) = self.add_columns([len(frame.held)])
+        y = self.add_columns([len(found.states) for found in frame.classes], integer=True)
+        for first, op in zip(u, frame.ops, strict=True):  # (1)
+            self.add_row([(first + k, 1.0) for k in range(len(op.options))], 1.0, 1.0)
+        for first, found in zip(y, frame.classes, strict=True):  # (3)
+            if found.states:
+                self.add_row([(first + s, 1.0) for s in range(len(found.states))], 1.0, 1.0)
+        choices = (*u, *y)
+        for number, (maker, taken_by) in enumerate(zip(makers(frame), takers(frame), strict=True)):
+            self.move_value(number, choices, maker, taken_by, z[number])
+        for number, kept_by in enumerate(keepers(frame)):
+            self.hold(number, h + number, choices, kept_by, z)
+        self.model.variables.ids.extend(range(self.num))
+        return Program(model=self.model, u=u, y=y)
 
-    def choose_class_states(self) -> None:
-        for state_class in self.problem.classes:
-            states = tuple(self.model.add_binary_variable() for _ in state_class.states)
-            self.y.append(states)
-            if states:
-                self.model.add_linear_constraint(_Sum(states) == 1)
+    def add_columns(self, sizes: Sequence[int], *, integer: bool = False) -> tuple[int, ...]:
+        """Columns in groups of these sizes; the first of each."""
+        firsts = tuple(itertools.accumulate(sizes, initial=self.num))
+        more = firsts[-1] - self.num
+        self.model.variables.lower_bounds.extend([0.0] * more)
+        self.model.variables.upper_bounds.extend([1.0] * more)
+        self.model.variables.integers.extend([integer] * more)
+        self.num = firsts[-1]
+        return firsts[:-1]
 
-    def place_values(self) -> None:
-        """``x`` is the sum itself: no variables of its own."""
-        given: list[list[list[mathopt.Variable]]] = [
-            [[] for _ in value.states] for value in self.problem.values
-        ]
-        for op, options in zip(self.problem.ops, self.u, strict=True):
-            for option, variable in zip(op.options, options, strict=True):
-                for value, state in zip(op.results, option.option.results, strict=True):
-                    given[value][self.problem.values[value].states.index(state)].append(variable)
-        for produced, by_state in zip(self.problem.values, given, strict=True):
-            if produced.state_class is not None:
-                self.x.append(list(self.y[produced.state_class]))
-            else:
-                self.x.append([_Sum(variables) for variables in by_state])
+    def add_row(self, terms: Terms, lower: float, upper: float) -> None:
+        add_row(self.model, terms, lower, upper)
 
-    def move_values(self) -> None:
-        """A value with one consumer needs no ``w``: it is ``z``."""
-        consumers = self.consumers()
-        for value, x, demands in zip(self.problem.values, self.x, consumers, strict=True):
-            moves = {pair: self.model.add_variable(lb=0, ub=1) for pair in value.moves}
-            self.z.append(moves)
-            for demand in demands:
-                taken = moves
-                if len(demands) > 1:
-                    taken = {
-                        pair: self.model.add_variable(lb=0, ub=1)
-                        for pair in value.moves
-                        if pair[1] in demand
-                    }
-                    for pair, variable in taken.items():
-                        self.model.add_linear_constraint(moves[pair] >= variable)
-                self.take(value, x, demand, taken)
-
-    def take(
+    def move_value(
         self,
-        value: Value,
-        x: Sequence[mathopt.LinearBase],
-        demand: Mapping[int, Sequence[mathopt.Variable]],
-        taken: Mapping[tuple[int, int], mathopt.Variable],
+        number: int,
+        choices: Sequence[int],
+        maker: Chooser,
+        taken_by: Sequence[Chooser],
+        first: int,
     ) -> None:
-        """(4) and (5) for one consumer."""
-        for target in range(len(value.demanded)):
-            flow = [variable for (_, to), variable in taken.items() if to == target]
-            if flow or target in demand:
-                self.model.add_linear_constraint(_Sum(flow) == _Sum(demand.get(target, ())))
-        for source in range(len(value.states)):
-            flow = [variable for (at, _), variable in taken.items() if at == source]
-            self.model.add_linear_constraint(_Sum(flow) == x[source])
+        """(4), (5) and (6). A value with one taker needs no ``w``: it is ``z``."""
+        value = self.frame.values[number]
+        z = {pair: first + index for index, pair in enumerate(value.moves)}
+        for taker in taken_by:
+            taken = z
+            if len(taken_by) > 1:
+                pairs = [pair for pair in value.moves if pair[1] in taker.states]
+                (start,) = self.add_columns([len(pairs)])
+                taken = {pair: start + index for index, pair in enumerate(pairs)}
+                for pair, column in taken.items():
+                    self.add_row([(z[pair], 1.0), (column, -1.0)], 0.0, np.inf)
+            for target in range(len(value.demanded)):
+                flow = [(column, 1.0) for (_, to), column in taken.items() if to == target]
+                self.equate(flow, _columns(choices, taker, target))
+            for source in range(len(value.states)):
+                flow = [(column, 1.0) for (at, _), column in taken.items() if at == source]
+                self.equate(flow, _columns(choices, maker, source))
 
-    def consumers(self) -> list[list[dict[int, list[mathopt.Variable]]]]:
-        """For each value, for each consumer, the choices that demand it in each state."""
-        found: list[list[dict[int, list[mathopt.Variable]]]] = [[] for _ in self.problem.values]
-        for op, options in zip(self.problem.ops, self.u, strict=True):
-            for position, value in enumerate(op.operands):
-                demanded = self.problem.values[value].demanded
-                by_state: dict[int, list[mathopt.Variable]] = {}
-                for option, variable in zip(op.options, options, strict=True):
-                    state = demanded.index(option.option.operands[position])
-                    by_state.setdefault(state, []).append(variable)
-                found[value].append(by_state)
-        for delivery in self.problem.deliveries:
-            demanded = self.problem.values[delivery.value].demanded
-            state_class = self.problem.classes[delivery.state_class]
-            variables = self.y[delivery.state_class]
-            found[delivery.value].append(
-                {
-                    demanded.index(state): [variable]
-                    for state, variable in zip(state_class.states, variables, strict=True)
-                }
-            )
-        return found
+    def equate(self, flow: Terms, chosen: Sequence[int]) -> None:
+        if flow or chosen:
+            self.add_row([*flow, *((column, -1.0) for column in chosen)], 0.0, 0.0)
 
-    def hold_tensors(self) -> None:
-        self.h = [self.model.add_variable(lb=0, ub=1) for _ in self.problem.held]
-        for op, options in zip(self.problem.ops, self.u, strict=True):
-            keeping: dict[int, list[mathopt.Variable]] = {}
-            for option, variable in zip(op.options, options, strict=True):
-                for number in option.held:
-                    keeping.setdefault(number, []).append(variable)
-            for number, variables in keeping.items():
-                moved = self.problem.held[number].moved
-                kept = _Sum(variables)
-                if moved is not None:
-                    value, target = moved
-                    states = self.problem.values[value].states
-                    state = self.problem.values[value].demanded[target]
-                    if state in states:  # kept as it is stored: no other copy
-                        kept = kept - self.z[value][states.index(state), target]
-                self.model.add_linear_constraint(self.h[number] >= kept)
+    def hold(
+        self,
+        number: int,
+        column: int,
+        choices: Sequence[int],
+        kept_by: Mapping[int, Sequence[int]],
+        z: Sequence[int],
+    ) -> None:
+        """(7)."""
+        stored: list[tuple[int, float]] = []
+        moved = self.frame.held[number].moved
+        if moved is not None:
+            value = self.frame.values[moved[0]]
+            state = value.demanded[moved[1]]
+            if state in value.states:  # kept as it is stored: no other copy
+                pair = (value.states.index(state), moved[1])
+                stored = [(z[moved[0]] + value.moves.index(pair), 1.0)]
+        for op, options in kept_by.items():
+            kept = [(choices[op] + option, -1.0) for option in options]
+            self.add_row([(column, 1.0), *kept, *stored], 0.0, np.inf)
 
-    def limit_memory(self, limit: MemoryLimit) -> None:
-        total = [
-            MEGABYTES * limit.copies[held.kind] * held.num_bytes * variable
-            for held, variable in zip(self.problem.held, self.h, strict=True)
-            if limit.copies[held.kind]
-        ]
-        for state_class, variables, size in zip(
-            self.problem.classes, self.y, limit.parameter_bytes, strict=True
-        ):
-            total += [
-                MEGABYTES * size * numel * variable
-                for numel, variable in zip(state_class.numel, variables, strict=True)
-                if size
-            ]
-        self.model.add_linear_constraint(_Sum(total) <= MEGABYTES * limit.num_bytes)
+
+def _columns(choices: Sequence[int], chooser: Chooser, state: int) -> list[int]:
+    """Columns of the options that mean ``state``."""
+    first = choices[chooser.choice]
+    return [first + option for option, means in enumerate(chooser.states) if means == state]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import datetime
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ortools.math_opt.python import mathopt
 
-from autopar.solver.layout.build import MICROSECONDS, Model, build, set_objective
+from autopar.solver.layout.build import MICROSECONDS, Program, build, set_objective
 from autopar.solver.layout.eliminate import Floats, minimize
 from autopar.solver.layout.problem import MemoryLimit, Problem, Solution, Weights
 from autopar.solver.layout.tables import Costs, cost_vector, costs_of, fill, tables_of
@@ -34,18 +34,18 @@ class ProblemSolver:
     """
 
     problem: Problem
-    _costs: Costs | None = None
-    _model: Model | None = field(default=None, repr=False)
+    _costs: Costs | None = field(default=None, repr=False)
 
     def solve(self, weights: Weights, limits: Sequence[MemoryLimit] = ()) -> Solution:
         """An optimal solution, or one with status ``infeasible``."""
         started = time.perf_counter()
         tables = tables_of(self.problem.frame)
-        if limits:
-            return solve_model(build(self.problem, limits), weights)
-        if tables.elimination is None:
-            return solve_model(self._whole_model(), weights)
-        total, chosen = minimize(tables.elimination, fill(tables, self._cost_vector(weights)))
+        vector = self._cost_vector(weights)
+        if limits or tables.elimination is None:
+            program = build(self.problem, limits)
+            set_objective(program, vector)
+            return _decode(program, self.problem, _optimize(program), started)
+        total, chosen = minimize(tables.elimination, fill(tables, vector))
         if not math.isfinite(total):
             return _infeasible(time.perf_counter() - started)
         num_ops = len(self.problem.ops)
@@ -76,59 +76,68 @@ class ProblemSolver:
             backward=of_kinds(weights.backward),
             held=of_kinds(weights.held),
         )
-        return solve_model(self._whole_model(), only).bound
+        return self.solve(only).bound
 
     def _cost_vector(self, weights: Weights) -> Floats:
         if self._costs is None:
             self._costs = costs_of(self.problem)
         return cost_vector(self._costs, weights)
 
-    def _whole_model(self) -> Model:
-        if self._model is None:
-            self._model = build(self.problem)
-        return self._model
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A solver's answer, and the values of the binary columns."""
+
+    result: mathopt.SolveResult
+    values: Mapping[int, float]
 
 
-def solve_model(model: Model, weights: Weights) -> Solution:
-    """An optimal solution for ``weights``; the model is given their objective.
-
-    The linear relaxation is integral as a rule, so that HiGHS ends at its root.
-    """
-    started = time.perf_counter()
-    set_objective(model, weights)
-    return decode(model, _optimize(model), time.perf_counter() - started)
-
-
-def _optimize(model: Model) -> mathopt.SolveResult:
+def _optimize(program: Program) -> _Answer:
+    """The linear relaxation is integral as a rule, so that HiGHS ends at its root."""
     parameters = mathopt.SolveParameters(
         relative_gap_tolerance=0.0,
         absolute_gap_tolerance=0.0,
         random_seed=1,
         time_limit=datetime.timedelta(seconds=_LIMIT_S),
     )
-    binaries = [variable for row in (*model.u, *model.y) for variable in row]
+    model = mathopt.Model.from_model_proto(program.model)
+    binaries = [
+        model.get_variable(column)
+        for column, integer in enumerate(program.model.variables.integers)
+        if integer
+    ]
     wanted = mathopt.ModelSolveParameters(
         variable_values_filter=mathopt.VariableFilter(filtered_items=binaries)
     )
-    return mathopt.solve(
-        model.model, mathopt.SolverType.HIGHS, params=parameters, model_params=wanted
-    )
-
-
-def decode(model: Model, result: mathopt.SolveResult, seconds: float) -> Solution:
-    """The choices in a solver's answer."""
+    result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters, model_params=wanted)
     if not result.has_primal_feasible_solution():
+        return _Answer(result, {})
+    return _Answer(result, {v.id: value for v, value in result.variable_values().items()})
+
+
+def _decode(program: Program, problem: Problem, answer: _Answer, started: float) -> Solution:
+    """The choices in a solver's answer."""
+    seconds, result = time.perf_counter() - started, answer.result
+    if not answer.values:
         return _infeasible(seconds)
     optimal = result.termination.reason is mathopt.TerminationReason.OPTIMAL
     objective = result.objective_value() / MICROSECONDS
-    values = result.variable_values()
+
+    def chosen(first: int, size: int) -> int:
+        return max(range(size), key=lambda k: answer.values[first + k]) if size else -1
+
     return Solution(
         status="optimal" if optimal else "feasible",
         objective=objective,
         bound=objective if optimal else result.best_objective_bound() / MICROSECONDS,
         seconds=seconds,
-        choices=tuple(_chosen([values[variable] for variable in row]) for row in model.u),
-        states=tuple(_chosen([values[variable] for variable in row]) for row in model.y),
+        choices=tuple(
+            chosen(first, len(op.options)) for first, op in zip(program.u, problem.ops, strict=True)
+        ),
+        states=tuple(
+            chosen(first, len(found.states))
+            for first, found in zip(program.y, problem.classes, strict=True)
+        ),
     )
 
 
@@ -141,7 +150,3 @@ def _infeasible(seconds: float) -> Solution:
         choices=(),
         states=(),
     )
-
-
-def _chosen(values: Sequence[float]) -> int:
-    return max(range(len(values)), key=lambda index: values[index]) if values else -1

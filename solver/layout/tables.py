@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.solver.layout.choices import Chooser, keepers, makers, takers
 from autopar.solver.layout.eliminate import Elimination, Floats, Scope, plan_elimination
 from autopar.solver.layout.frame import Frame
 from autopar.solver.layout.problem import Problem, Weights
@@ -133,16 +134,6 @@ class _Draft:
         self.costs.append(np.full(len(cells), cost, dtype=np.intp))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Taker:
-    """Who takes or makes a value: a variable, and the index of the state that each choice of it
-    means.
-    """
-
-    variable: int
-    states: tuple[int, ...]
-
-
 class _Maker:
     def __init__(self, frame: Frame, kinds: frozenset[int]) -> None:
         self.frame, self.kinds = frame, kinds
@@ -161,9 +152,9 @@ class _Maker:
     def tables(self) -> Tables:
         self.add_options()
         self.add_states()
-        makers = self.makers()
-        self.add_moves(makers)
-        self.add_held(makers)
+        made_by = makers(self.frame)
+        self.add_moves(made_by)
+        self.add_held(made_by)
         scopes = list(self.drafts)
         plan = None if self.too_large else plan_elimination(self.domains, scopes)
         offset = 0
@@ -212,61 +203,21 @@ class _Maker:
                     found[1].add(_is(state, len(state_class.states)), number + state)
             number += len(state_class.states)
 
-    def makers(self) -> list[_Taker]:
-        """Who makes each value."""
-        found: dict[int, _Taker] = {}
-        for variable, op in enumerate(self.frame.ops):
-            for position, result in enumerate(op.results):
-                states = self.frame.values[result].states
-                found[result] = _Taker(
-                    variable=variable,
-                    states=tuple(states.index(o.results[position]) for o in op.options),
-                )
-        for number, value in enumerate(self.frame.values):
-            if value.state_class is not None:
-                found[number] = _Taker(
-                    variable=self.num_ops + value.state_class,
-                    states=tuple(range(len(value.states))),
-                )
-        return [found[number] for number in range(len(self.frame.values))]
-
-    def takers(self) -> list[list[_Taker]]:
-        """Who takes each value, and in which of the states in which it is demanded."""
-        found: list[list[_Taker]] = [[] for _ in self.frame.values]
-        for variable, op in enumerate(self.frame.ops):
-            for position, value in enumerate(op.operands):
-                demanded = self.frame.values[value].demanded
-                found[value].append(
-                    _Taker(
-                        variable=variable,
-                        states=tuple(demanded.index(o.operands[position]) for o in op.options),
-                    )
-                )
-        for delivery in self.frame.deliveries:
-            demanded = self.frame.values[delivery.value].demanded
-            states = self.frame.classes[delivery.state_class].states
-            found[delivery.value].append(
-                _Taker(
-                    variable=self.num_ops + delivery.state_class,
-                    states=tuple(map(demanded.index, states)),
-                )
-            )
-        return found
-
-    def add_moves(self, makers: Sequence[_Taker]) -> None:
+    def add_moves(self, made_by: Sequence[Chooser]) -> None:
         """A move is paid in every cell in which somebody takes the value so."""
         number = self.first_move
-        for value, maker, takers in zip(self.frame.values, makers, self.takers(), strict=True):
+        taken_by = takers(self.frame)
+        for value, maker, takes in zip(self.frame.values, made_by, taken_by, strict=True):
             moves = {pair: number + index for index, pair in enumerate(value.moves)}
             number += len(value.moves)
-            if value.kind not in self.kinds or not takers:
+            if value.kind not in self.kinds or not takes:
                 continue
-            found = self.draft([maker.variable, *(taker.variable for taker in takers)])
+            found = self.draft([maker.choice, *(taker.choice for taker in takes)])
             if found is None:
                 continue
             scope, draft = found
             for target in range(len(value.demanded)):
-                taken = self.where_any(scope, takers, target)
+                taken = self.where_any(scope, takes, target)
                 if not taken.any():
                     continue
                 for source in range(len(value.states)):
@@ -276,22 +227,18 @@ class _Maker:
                     else:
                         draft.impossible.append(np.flatnonzero(np.broadcast_to(where, draft.shape)))
 
-    def add_held(self, makers: Sequence[_Taker]) -> None:
+    def add_held(self, made_by: Sequence[Chooser]) -> None:
         """A tensor is kept in every cell in which somebody keeps it."""
-        keepers: dict[int, dict[int, list[int]]] = {}
-        for variable, op in enumerate(self.frame.ops):
-            for option, kept in enumerate(op.held):
-                for number in kept:
-                    keepers.setdefault(number, {}).setdefault(variable, []).append(option)
+        kept_by = keepers(self.frame)
         for number, held in enumerate(self.frame.held):
-            if held.kind not in self.kinds or number not in keepers:
+            if held.kind not in self.kinds or not kept_by[number]:
                 continue
-            maker = None if held.moved is None else makers[held.moved[0]]
-            found = self.draft([*keepers[number], *([] if maker is None else [maker.variable])])
+            maker = None if held.moved is None else made_by[held.moved[0]]
+            found = self.draft([*kept_by[number], *([] if maker is None else [maker.choice])])
             if found is None:
                 continue
             scope, draft = found
-            where = self.where_kept(scope, keepers[number])
+            where = self.where_kept(scope, kept_by[number])
             if held.moved is not None and maker is not None:
                 value, target = held.moved
                 state = self.frame.values[value].demanded[target]
@@ -300,22 +247,22 @@ class _Maker:
                     where = where & ~self.where(scope, maker, states.index(state))
             draft.add(where, self.first_held + number)
 
-    def where(self, scope: Scope, taker: _Taker, state: int) -> Bools:
+    def where(self, scope: Scope, taker: Chooser, state: int) -> Bools:
         """Cells of a table, to be broadcast, in which ``taker`` means ``state``."""
         means = np.array([other == state for other in taker.states], dtype=np.bool_)
-        return means.reshape([-1 if variable == taker.variable else 1 for variable in scope])
+        return means.reshape([-1 if variable == taker.choice else 1 for variable in scope])
 
-    def where_any(self, scope: Scope, takers: Iterable[_Taker], state: int) -> Bools:
+    def where_any(self, scope: Scope, takes: Iterable[Chooser], state: int) -> Bools:
         found: Bools = np.zeros((1,) * len(scope), dtype=np.bool_)
-        for taker in takers:
+        for taker in takes:
             found = found | self.where(scope, taker, state)
         return found
 
-    def where_kept(self, scope: Scope, keepers: Mapping[int, Sequence[int]]) -> Bools:
+    def where_kept(self, scope: Scope, kept_by: Mapping[int, Sequence[int]]) -> Bools:
         found: Bools = np.zeros((1,) * len(scope), dtype=np.bool_)
-        for variable, options in keepers.items():
+        for variable, options in kept_by.items():
             states = [int(o in options) for o in range(self.domains[variable])]
-            taker = _Taker(variable=variable, states=tuple(states))
+            taker = Chooser(choice=variable, states=tuple(states))
             found = found | self.where(scope, taker, 1)
         return found
 
