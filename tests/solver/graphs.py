@@ -42,49 +42,35 @@ def tensor_info(*shape: Size, grad: bool = True) -> TensorInfo:
     return TensorInfo(shape=shape, dtype=torch.float32, requires_grad=grad)
 
 
-def block_model(steps: Sequence[tuple[str, int]], num_blocks: int = 2) -> ModelGraph:
-    """A model of equal blocks, and a last one that sums up.
+def block_model(*bodies: Sequence[tuple[str, int]], num_blocks: int = 2) -> ModelGraph:
+    """A model of blocks that take their bodies in turn, and a last one that sums up.
 
-    Each step is an op and the index of the earlier value (0 is the block's input) that it reads
-    beside the latest one: ``linear`` and ``relu`` read only the latest.
+    Each step of a body is an op and the index of the earlier value (0 is the block's input) that it
+    reads beside the latest one: ``linear`` and ``relu`` read only the latest.
     """
-    graph = fx.Graph()
     hidden = tensor_info(BATCH, SEQ, HIDDEN)
-    x = _placeholder(graph, "x", hidden)
-    num_weights = sum(name == "linear" for name, _ in steps)
-    weight_info = tensor_info(HIDDEN, HIDDEN)
-    weights = iter([_placeholder(graph, f"w{i}", weight_info) for i in range(num_weights)])
-    values = [x]
-    for name, other in steps:
-        if name == "linear":
-            made = graph.call_function(aten.linear.default, (values[-1], next(weights)))
-        elif name == "relu":
-            made = graph.call_function(aten.relu.default, (values[-1],))
-        else:
-            target = {"add": aten.add.Tensor, "mul": aten.mul.Tensor}[name]
-            made = graph.call_function(target, (values[-1], values[other % len(values)]))
-        set_info(made, NodeInfo(tensors=(hidden,)))
-        values.append(made)
-    graph.output((values[-1],))
+    alone = len(bodies) == 1
+    names = ["body" if alone else f"body{number}" for number in range(len(bodies))]
     kinds = {
-        "body": BlockKind(
-            name="body", graph=graph, roles=(Role.ACTIVATION, *[Role.PARAMETER] * num_weights)
-        ),
         "first": _first_kind(hidden),
+        **{name: _body_kind(name, body) for name, body in zip(names, bodies, strict=True)},
         "last": _last_kind(hidden),
     }
     blocks = [_block(0, "first", [ValueId(Role.INPUT, "x"), ValueId(Role.PARAMETER, "w")])]
     parameters = {"w": _parameter("w")}
     for index in range(1, num_blocks + 1):
-        names = [f"{index}.w{i}" for i in range(num_weights)]
-        parameters |= {name: _parameter(name) for name in names}
-        bound = [ValueId(Role.PARAMETER, name) for name in names]
-        blocks.append(_block(index, "body", [activation(index - 1, 0), *bound]))
+        name = names[(index - 1) % len(names)]
+        num_weights = kinds[name].roles.count(Role.PARAMETER)
+        weights = [f"{index}.w{i}" for i in range(num_weights)]
+        parameters |= {weight: _parameter(weight) for weight in weights}
+        bound = [ValueId(Role.PARAMETER, weight) for weight in weights]
+        blocks.append(_block(index, name, [activation(index - 1, 0), *bound]))
     blocks.append(_block(num_blocks + 1, "last", [activation(num_blocks, 0)]))
+    used = {block.kind for block in blocks}
     return ModelGraph(
         name="small",
         blocks=tuple(blocks),
-        kinds={name: kinds[name] for name in ("first", "body", "last")},
+        kinds={name: kind for name, kind in kinds.items() if name in used},
         parameters=parameters,
         inputs={"x": tensor_info(BATCH, SEQ, HIDDEN, grad=False)},
         constants={},
@@ -93,6 +79,30 @@ def block_model(steps: Sequence[tuple[str, int]], num_blocks: int = 2) -> ModelG
         loss_kind=LossKind.MICRO_BATCH_MEAN,
         compute_dtype=torch.float32,
         fingerprint="small",
+    )
+
+
+def _body_kind(name: str, steps: Sequence[tuple[str, int]]) -> BlockKind:
+    graph = fx.Graph()
+    hidden = tensor_info(BATCH, SEQ, HIDDEN)
+    x = _placeholder(graph, "x", hidden)
+    num_weights = sum(name == "linear" for name, _ in steps)
+    weight_info = tensor_info(HIDDEN, HIDDEN)
+    weights = iter([_placeholder(graph, f"w{i}", weight_info) for i in range(num_weights)])
+    values = [x]
+    for op, other in steps:
+        if op == "linear":
+            made = graph.call_function(aten.linear.default, (values[-1], next(weights)))
+        elif op == "relu":
+            made = graph.call_function(aten.relu.default, (values[-1],))
+        else:
+            target = {"add": aten.add.Tensor, "mul": aten.mul.Tensor}[op]
+            made = graph.call_function(target, (values[-1], values[other % len(values)]))
+        set_info(made, NodeInfo(tensors=(hidden,)))
+        values.append(made)
+    graph.output((values[-1],))
+    return BlockKind(
+        name=name, graph=graph, roles=(Role.ACTIVATION, *[Role.PARAMETER] * num_weights)
     )
 
 
@@ -164,18 +174,30 @@ def brute_force(problem: Problem, weights: Weights) -> float:
     itself, over the product of its ops' options.
     """
     best = math.inf
+    known: dict[tuple[int, tuple[int, ...]], float] = {}
+    touched = [sorted(classes_of(problem, kind)) for kind in range(len(problem.kinds))]
     for states in itertools.product(*(range(len(c.states)) for c in problem.classes)):
         total = sum(
             weights.step * found.step_s[state]
             for found, state in zip(problem.classes, states, strict=True)
         )
-        for kind in range(len(problem.kinds)):
-            total += _cheapest_kind(problem, weights, kind, states)
+        for kind, classes in enumerate(touched):
+            key = (kind, tuple(states[number] for number in classes))
+            if key not in known:
+                known[key] = cheapest_kind(problem, weights, kind, states)
+            total += known[key]
         best = min(best, total)
     return best
 
 
-def _cheapest_kind(problem: Problem, weights: Weights, kind: int, states: tuple[int, ...]) -> float:
+def classes_of(problem: Problem, kind: int) -> set[int]:
+    """The classes that a kind's placeholders and results belong to."""
+    found = {v.state_class for v in problem.values if v.kind == kind and v.state_class is not None}
+    return found | {d.state_class for d in problem.deliveries if d.kind == kind}
+
+
+def cheapest_kind(problem: Problem, weights: Weights, kind: int, states: tuple[int, ...]) -> float:
+    """The least of one kind by enumeration, where classes have these states."""
     ops = [op for op in problem.ops if op.kind == kind]
     best = math.inf
     for options in itertools.product(*(op.options for op in ops)):
