@@ -34,7 +34,7 @@ STEPS = st.lists(
 BODIES = st.lists(STEPS, min_size=1, max_size=2)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     bodies=BODIES,
     num_blocks=st.integers(2, 4),
