@@ -35,6 +35,8 @@ from autopar.solver.search import Progress, SearchResult
 from autopar.solver.solve import DescribeMoves, make_plan
 from autopar.solver.warm_start import warm_candidates
 
+_FEW_NODES, _LARGEST_FACTOR = 16, 7
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Node:
@@ -56,10 +58,30 @@ class _Node:
 
 
 def gpu_counts(cluster: Cluster, low: int, high: int) -> tuple[int, ...]:
-    """GPU counts from ``low`` to ``high`` that make sense: whole nodes, or a divisor of one."""
+    """GPU counts from ``low`` to ``high`` that make sense: whole nodes, or a divisor of one.
+
+    Of many nodes those without a prime factor above 7: others have few meshes. A single count is
+    taken as it is.
+    """
     node = cluster.gpus_per_node
     parts = [count for count in range(1, min(node, high + 1)) if node % count == 0]
-    return tuple(count for count in (*parts, *range(node, high + 1, node)) if count >= low)
+    whole = [
+        nodes * node
+        for nodes in range(1, high // node + 1)
+        if nodes <= _FEW_NODES or low == high or _largest_factor(nodes) <= _LARGEST_FACTOR
+    ]
+    return tuple(count for count in (*parts, *whole) if count >= low)
+
+
+def _largest_factor(number: int) -> int:
+    """The largest prime factor of a number above 1."""
+    factor = 2
+    while factor * factor <= number:
+        if number % factor:
+            factor += 1
+        else:
+            number //= factor
+    return number
 
 
 def solve_range(

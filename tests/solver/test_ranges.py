@@ -48,6 +48,11 @@ def test_counts_are_whole_nodes_and_divisors_of_one():
     assert gpu_counts(eight, 3, 8) == (4, 8)
     assert gpu_counts(eight, 9, 15) == ()
     assert gpu_counts(eight, 1, 3) == (1, 2)
+    nodes = [count // 8 for count in gpu_counts(eight, 8, 8 * 32)]
+    assert nodes == [*range(1, 17), 18, 20, 21, 24, 25, 27, 28, 30, 32]
+    assert gpu_counts(eight, 8 * 31, 8 * 31) == (8 * 31,)
+    for most in (8, 100, 300, 1000):  # what is possible with fewer stays possible
+        assert set(gpu_counts(eight, 1, most)) <= set(gpu_counts(eight, 1, 2 * most))
 
 
 POINTS = list(itertools.product(clusters(NODE, 1, 6), (4, 8)))
