@@ -47,7 +47,8 @@ class FrameClass:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameValue:
     """Result ``result`` of node ``node``; ``moves`` are the moves that there are, by indices of
-    states and demanded states.
+    states and demanded states. ``twin`` is the first value that is moved in the same ways at the
+    same costs, itself or an earlier one.
     """
 
     kind: int
@@ -59,6 +60,7 @@ class FrameValue:
     demanded: tuple[State, ...]
     moves: tuple[tuple[int, int], ...]
     state_class: int | None
+    twin: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

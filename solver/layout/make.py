@@ -92,7 +92,7 @@ class _Maker:
             outer=self.outer,
             kinds=tuple(self.model.kinds),
             counts=tuple(counts[name] for name in self.model.kinds),
-            values=tuple(map(self.value, self.drafts)),
+            values=tuple(map(self.value, range(len(self.drafts)), self.drafts)),
             ops=tuple(ops),
             classes=classes,
             held=tuple(self.kept.tensors),
@@ -297,9 +297,10 @@ class _Maker:
             num_members=members,
         )
 
-    def value(self, draft: Draft) -> FrameValue:
+    def value(self, number: int, draft: Draft) -> FrameValue:
         states, demanded = tuple(draft.states), tuple(draft.demanded)
         as_stored = self.used_as_stored(draft)
+        twins = (draft.tensor, states, demanded, as_stored)
         return FrameValue(
             kind=draft.kind,
             node=draft.node,
@@ -315,6 +316,7 @@ class _Maker:
                 if not as_stored or source == target
             ),
             state_class=draft.state_class,
+            twin=self.twins.setdefault(twins, number),
         )
 
     def used_as_stored(self, draft: Draft) -> bool:

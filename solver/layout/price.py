@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from autopar.ir.graph import TensorInfo
 from autopar.ir.placement import State
@@ -44,19 +43,17 @@ def price(frame: Frame, coster: Coster) -> Problem:
 
 
 def _values(frame: Frame, coster: Coster) -> tuple[Value, ...]:
-    alike: dict[object, Mapping[tuple[int, int], MoveCost]] = {}
-    costs: dict[tuple[TensorInfo, State, State], MoveCost] = {}
     found: list[Value] = []
-    for value in frame.values:
-        key = (value.tensor, value.states, value.demanded, value.moves)
-        if key not in alike:
-            moves: dict[tuple[int, int], MoveCost] = {}
-            for i, j in value.moves:
-                move = (value.tensor, value.states[i], value.demanded[j])
-                if move not in costs:
-                    costs[move] = coster.move(*move)
-                moves[i, j] = costs[move]
-            alike[key] = moves
+    costs: dict[TensorInfo, dict[tuple[State, State], MoveCost]] = {}
+    for number, value in enumerate(frame.values):
+        if value.twin < number:
+            moves = found[value.twin].moves
+        else:
+            known = costs.setdefault(value.tensor, {})
+            moves = {
+                (i, j): _move(coster, value.tensor, value.states[i], value.demanded[j], known)
+                for i, j in value.moves
+            }
         found.append(
             Value(
                 kind=value.kind,
@@ -64,11 +61,29 @@ def _values(frame: Frame, coster: Coster) -> tuple[Value, ...]:
                 result=value.result,
                 states=value.states,
                 demanded=value.demanded,
-                moves=alike[key],
+                moves=moves,
                 state_class=value.state_class,
             )
         )
     return tuple(found)
+
+
+def _move(
+    coster: Coster,
+    tensor: TensorInfo,
+    source: State,
+    target: State,
+    known: dict[tuple[State, State], MoveCost],
+) -> MoveCost:
+    if source == target:
+        return _NO_MOVE
+    cost = known.get((source, target))
+    if cost is None:
+        cost = known[source, target] = coster.move(tensor, source, target)
+    return cost
+
+
+_NO_MOVE = MoveCost(0.0, 0.0)
 
 
 def _ops(frame: Frame, coster: Coster) -> tuple[Op, ...]:
