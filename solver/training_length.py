@@ -65,7 +65,7 @@ class TrainingLength:
         """Batches worth a look: powers of two, from 1/64 of the critical one to 8 times it.
 
         Between two of them a training is at most some percent shorter. Below, a training takes as
-        many sequences as with the smallest batch, to within 2 %, and the same machine does them no
+        many sequences as with the smallest batch, to within 3 %, and the same machine does them no
         faster. Above, steps are the fewest to within 25 %, and each takes longer.
         """
         low, high = max(1.0, self.critical_batch / 64), 8 * self.critical_batch

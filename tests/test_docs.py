@@ -19,6 +19,7 @@ import pytest
 
 import autopar
 from autopar import cli
+from autopar.cli.parser import make_parser
 from autopar.ir.plan import from_json
 
 ROOT = Path(__file__).parents[1]
@@ -123,7 +124,7 @@ def _options(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def _commands() -> dict[str, argparse.ArgumentParser]:
-    parser = cli._parser()
+    parser = make_parser()
     (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     return dict(commands.choices)
 
@@ -154,7 +155,7 @@ def _shell_commands() -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize(("page", "line"), tuple(_shell_commands()))
 def test_the_command_lines_of_the_pages_are_parsed(page: str, line: str) -> None:
     arguments = line.partition(" #")[0].split()[1:]
-    assert cli._parser().parse_args(arguments).command in _commands()
+    assert make_parser().parse_args(arguments).command in _commands()
 
 
 def test_the_schema_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import sys
 
 from autopar import api
 from autopar.api.arguments import PlanArguments, only
-from autopar.cli import CHOICE_PINS, INTEGER_PINS, TEXT_PINS
+from autopar.cli.options import CHOICE_PINS, INTEGER_PINS, TEXT_PINS
 from autopar.ir.plan import to_json
 
 

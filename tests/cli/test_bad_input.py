@@ -73,7 +73,7 @@ def test_a_model_that_is_not_there_is_refused(capfd, tmp_path, monkeypatch, mode
         ("--ep 3", "ep=3"),
         ("--virtual-stages 2 --pp 1", "virtual_stages=2 and pp=1"),
         ("--virtual-stages 0", "virtual_stages=0"),
-        ("--schedule interleaved", "needs several virtual stages"),
+        ("--schedule interleaved --virtual-stages 1", "needs several virtual stages"),
         ("--zero-stage 5", "zero_stage=5"),
         ("--zero-stage 0 --dp-shard 2", "zero_stage=0 and dp_shard=2"),
     ],
