@@ -9,6 +9,9 @@ recompute in g) and w + 1 its forwards before the first backward (w = min(M, p �
     1F1B: the first backward waits for all stages behind, while only w + 1 forwards may run
 (F) Σ_{s' < s} t + ⌈M / (w + 1)⌉ · (Σ_{s' ≥ s} t + messages from s to the end and back)
     1F1B: forward w + 2 waits for the first backward, and so on
+(G) Σ t + (M − w − 2) · t_s + Σ_{s' ≥ s} t + messages down and up, and from s to the end and back
+    1F1B, M ≥ w + 2: after the first backward come M − w − 1 backwards and M − w − 2 forwards, then
+    the last forward, which has to reach the end and come back
 (C) gathers and reductions that nothing can hide: the first block's gather and the last block's
     reduction; in 1F1B all that exceeds the first forward, or the last backward
 (D) the communication stream: all gathers and reductions one after the other
@@ -95,6 +98,9 @@ class StageBounds:
             bound = np.maximum(bound, waiting + self.messages[0])  # (B)
             loop = total - self.before + self.messages[stage]
             bound = np.maximum(bound, self.before + -(-num // (ahead + 1)) * loop)  # (F)
+            if num >= ahead + 2:  # (G)
+                returned = total + (num - ahead - 2) * run + self.messages[0]
+                bound = np.maximum(bound, returned + loop)
         elif stage == candidate.pp - 1:
             bound = np.maximum(bound, total + (num - 1) * run + self.messages[0])
         extra, stream = self._communication(again)
@@ -111,9 +117,8 @@ class StageBounds:
 
     def _communication(self, again: Floats) -> tuple[Floats, Floats]:
         """(C) added to what a stage computes, and (D); ``again`` lengthens backward."""
-        if not again.any():
-            return self._without
-        return self._communicate(again)
+        hides = self.stager.candidate.zero_stage <= 1 and self.stager.candidate.per_block
+        return self._communicate(again) if hides and again.any() else self._without
 
     @functools.cached_property
     def _without(self) -> tuple[Floats, Floats]:

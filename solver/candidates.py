@@ -32,7 +32,7 @@ _RANGES = {"zero_stage": (0, 3), "sequence_parallel": (0, 1), "loss_parallel": (
 LONG_SEQUENCE = 32768
 """Sequences of so many tokens are searched for a context axis."""
 
-VIRTUAL_STAGES = (2, 3, 4, 6, 8, 12, 16)
+VIRTUAL_STAGES = (2, 3, 4, 8)
 """Numbers of virtual stages on each stage that are searched; others can be pinned."""
 
 MAX_CONTEXT = 64
@@ -121,6 +121,11 @@ class Candidate:
     def dp(self) -> int:
         """Ranks of the data axes."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.dp * self.cp * self.ep * self.tp
 
     @property
     def batch_ranks(self) -> int:
@@ -342,7 +347,8 @@ def _meshes(cluster: Cluster, model: Divisible, pin: Pins) -> Iterator[Mesh]:
             for cp in _context_degrees(gpus // pp // tp, degrees, model):
                 for ep in _expert_degrees(gpus // pp // tp // cp, degrees, model):
                     dp = gpus // pp // tp // cp // ep
-                    for replicate, shard in _data_degrees(dp, degrees):
+                    in_node = max(1, cluster.gpus_per_node // (tp * cp * ep))
+                    for replicate, shard in _data_degrees(dp, in_node, degrees):
                         yield Mesh(
                             pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, ep=ep, tp=tp
                         )
@@ -371,15 +377,17 @@ def _expert_degrees(gpus: int, degrees: Mapping[str, int], model: Divisible) -> 
     return tuple(ep for ep in divisors(gpus) if model.num_experts % ep == 0)
 
 
-def _data_degrees(dp: int, degrees: Mapping[str, int]) -> Iterator[tuple[int, int]]:
-    """(dp_replicate, dp_shard): all ways to divide the data ranks, unless they are pinned."""
+def _data_degrees(dp: int, in_node: int, degrees: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+    """(dp_replicate, dp_shard): sharded over none of the data ranks, over those of a node, or over
+    all, unless they are pinned.
+    """
     if "dp_replicate" in degrees or "dp_shard" in degrees:
         replicate = degrees.get("dp_replicate") or dp // degrees["dp_shard"] or 1
         shard = degrees.get("dp_shard") or dp // replicate
         if replicate * shard == dp:
             yield replicate, shard
         return
-    for shard in divisors(dp):
+    for shard in sorted({1, math.gcd(dp, in_node), dp}):
         yield dp // shard, shard
 
 

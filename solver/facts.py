@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import get_args
@@ -17,7 +18,7 @@ from autopar.solver.layout.problem import KindCost, Problem
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class BlockCosts:
     """Costs of every block, in order. All per micro-batch; bytes and elements are a rank's.
 
@@ -56,14 +57,25 @@ class BlockCosts:
     def num_blocks(self) -> int:
         return len(self.forward_s)
 
-    def num_parameters(self, *, first_only: bool = False) -> Floats:
-        """Parameters of each block; with ``first_only`` those that no block before it uses."""
+    @functools.cached_property
+    def num_parameters(self) -> Floats:
+        """Parameters of each block."""
+        return np.array([float(len(names)) for names in self.parameters])
+
+    @functools.cached_property
+    def num_first_parameters(self) -> Floats:
+        """Parameters of each block that no block before it uses."""
         seen: set[str] = set()
         counts: list[float] = []
         for names in self.parameters:
-            counts.append(float(len(names.keys() - seen) if first_only else len(names)))
+            counts.append(float(len(names.keys() - seen)))
             seen |= names.keys()
         return np.array(counts)
+
+    @functools.cached_property
+    def shares_parameters(self) -> bool:
+        """Whether several blocks use a parameter."""
+        return sum(map(len, self.parameters)) > len(set().union(*self.parameters))
 
     def again(self, recompute: RecomputeName) -> Floats:
         """1 for blocks that ``recompute`` repeats as a whole, 0 for others."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -31,7 +31,7 @@ def again_s(stager: Stager, stage: int, *, exact: bool = True) -> Floats:
     if stager.candidate.recompute != "blocks" or stager.candidate.recomputed_blocks:
         return np.where(stager.peak_matrix(stage, shared=exact) <= usable, 0.0, np.inf)
     kept = stager.kept_matrix(stage)
-    need = kept - stager.account(stage, 0.0, shared=exact).most_kept(usable)
+    need = kept - stager.room_matrix(stage, shared=exact)
     seconds = np.zeros(need.shape)
     if not (need > 0).any():
         return seconds
@@ -39,8 +39,7 @@ def again_s(stager: Stager, stage: int, *, exact: bool = True) -> Floats:
     # one at a time they are there again: the largest, or the smallest at least
     able = costs.held_bytes[saved > 0]
     again = run_maxima(costs.held_bytes * (saved > 0)) if exact else min(able, default=0.0)
-    more = kept - stager.account(stage, again, shared=exact).most_kept(usable)
-    need = np.where(need > 0, more, 0.0)
+    need = np.where(need > 0, need + again, 0.0)
     flying = np.full(need.shape, float(in_flight(stager.candidate, stage).max()))
     if stager.candidate.schedule == "layered" and not stager.candidate.per_block:
         flying[:, -1] = 1.0
@@ -57,6 +56,31 @@ def again_s(stager: Stager, stage: int, *, exact: bool = True) -> Floats:
     if not exact and kinds:
         seconds = np.maximum(seconds, whole)
     return np.where(left <= _BYTE, seconds, np.inf)
+
+
+def priced_again_s(
+    stager: Stager, stage: int, priced: Mapping[float, Floats], both: Floats
+) -> Floats:
+    """As ``again_s``, beyond ``both`` seconds, under any layout: what is fast may keep more than
+    what keeps least.
+
+    With λ seconds for each byte that a stage keeps, and n micro-batches in flight, nothing takes
+    less than Σ min(t + f, t + λ·n·h) − λ·room: where blocks are not computed again, they keep h.
+
+    Args:
+        priced: The sum's terms at some prices λ·n, which no layout is below (``Setting.priced``).
+        both: Seconds of blocks, per micro-batch.
+    """
+    candidate = stager.candidate
+    flying = float(in_flight(candidate, stage).max())
+    inputs = run_sums(stager.costs.input_bytes) if candidate.per_block else 0.0
+    room = stager.room_matrix(stage, shared=False) / flying - inputs
+    found = np.zeros(room.shape)
+    for price, values in priced.items():
+        found = np.maximum(found, run_sums(values - both) - price * room)
+    if candidate.schedule == "layered" and not candidate.per_block:
+        found[:, -1] = 0.0  # the last run keeps one micro-batch at a time
+    return found
 
 
 def least_again_s(stager: Stager, stage: int, cuts: Sequence[int]) -> float:

@@ -4,10 +4,10 @@ A candidate is refined in five steps, each when its bound is the lowest of all:
 
 0. a bound from rooflines (every op at its fastest, work spread evenly over stages) that all
    candidates with its degrees and micro-batches share;
-1. the same for its schedule, recomputation and virtual stages;
+1. the same at the fastest layout of each kind, for its schedule and virtual stages;
 2. the bound of ``bounds`` at the fastest layout of each kind, over all stage cuts by dynamic
    programming, runs that provably exceed memory left out;
-3. virtual stages that have only one layout: the same for that, and what it computes again;
+3. virtual stages, which have only one layout: the bound of that, with what it computes again;
 4. solved: the fastest layout, the best cuts for it, and the simulator.
 
 The search ends when no bound is below the best simulated step, or after a fixed number of solved
@@ -35,7 +35,7 @@ from autopar.solver.hardware import Cluster
 from autopar.solver.in_flight import in_flight, most_in_flight
 from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.problem import MemoryLimit, Solution
-from autopar.solver.recomputing import again_s, choose_blocks
+from autopar.solver.recomputing import again_s, choose_blocks, priced_again_s
 from autopar.solver.settings import Setting, make_setting
 from autopar.solver.solved import Solved, simulate_cuts
 from autopar.solver.stages import Stager
@@ -136,8 +136,8 @@ class Search:
                 continue
             self.progress(f"solving {candidate}")
             solved = started[candidate] if candidate in started else self.solve(candidate)
-            is_only = self._has_one_layout(candidate) and solved is not None
-            result.bounds[candidate] = solved.step_s if is_only and solved else bound
+            is_only = self._has_one_layout(candidate)
+            result.bounds[candidate] = solved.step_s if solved and is_only else bound
             if solved is None:
                 result.unsettled.append(candidate)
                 continue
@@ -213,10 +213,10 @@ class Search:
         return any_order_s(candidate, setting.roofline_times("none").both)
 
     def scalar_bound(self, candidate: Candidate) -> float:
-        """``scalar_bound_s`` of rooflines."""
+        """``scalar_bound_s`` at the fastest layout of each kind."""
         setting = self.setting(candidate)
         stager = self.stager(candidate, setting.least)
-        times = setting.roofline_times(candidate.recompute).plus_backward(stager.adding_s())
+        times = setting.least_times(candidate.recompute).plus_backward(stager.adding_s())
         bound = scalar_bound_s(candidate, times)
         if candidate.virtual_stages > 1:
             cuts = self._cuts(candidate, stager)
@@ -239,10 +239,16 @@ class Search:
             return math.inf
         joint = candidate.pp == 1
         times = (setting.joint_times if joint else setting.least_times)(candidate.recompute)
+        if candidate.recompute == "blocks" and candidate.tp > 1:
+            priced = {price: setting.priced(price) for price in setting.prices()}
+            again = [
+                np.maximum(needed, priced_again_s(stager, stage, priced, times.both))
+                for stage, needed in enumerate(again)
+            ]
         return self._cut(candidate, StageBounds(stager, times.plus_backward(added), again))[0]
 
     def layout_bound(self, candidate: Candidate) -> float:
-        """Of a candidate with one layout, cuts with what fits them; 0 for others."""
+        """Of a candidate with one layout: cuts with what fits them; 0 for others."""
         if not self._has_one_layout(candidate):
             return 0.0
         setting = self.setting(candidate)
@@ -255,10 +261,10 @@ class Search:
         return best
 
     def _has_one_layout(self, candidate: Candidate) -> bool:
-        """Whether nothing is left but to simulate some cuts: without a tensor axis ranks have one
-        layout, and of virtual stages there are only ``virtual_cuts``.
+        """Whether nothing is left but to simulate some cuts: virtual stages are searched with the
+        fastest layout, and with ``virtual_cuts``.
         """
-        return candidate.tp == 1 and candidate.virtual_stages > 1
+        return candidate.virtual_stages > 1
 
     def _within(self, stager: Stager, cuts: tuple[int, ...]) -> Stager | None:
         """With its recomputed blocks chosen, or as it is; None where it does not fit."""
@@ -294,16 +300,19 @@ class Search:
         setting = self.setting(candidate)
         solved = self._with_layout(candidate, setting, setting.solution(candidate.recompute))
         pinned = candidate.tp == 1 or candidate.sequence_parallel is not None
+        pinned = pinned or self._has_one_layout(candidate)
         if pinned or (solved is not None and not solved.candidate.recomputed_blocks):
             return solved  # a pinned layout is not traded for memory
+        found = [solved]
         tried: list[RecomputeName] = [candidate.recompute]
         if candidate.recompute == "blocks":
-            tried = ["none", "full"] if solved is None else ["none"]
-        for recompute in tried:
-            other = self._within_memory(replace(candidate, recompute=recompute), setting)
-            if other is not None and (solved is None or other.step_s < solved.step_s):
-                solved = other
-        return solved
+            layouts = {setting.priced_solution(price): None for price in setting.prices()}
+            found += [self._with_layout(candidate, setting, layout) for layout in layouts]
+            tried = ["none", "full"] if not any(found) else ["none"]
+        found += [
+            self._within_memory(replace(candidate, recompute=name), setting) for name in tried
+        ]
+        return min(filter(None, found), key=lambda other: other.step_s, default=None)
 
     def _within_memory(self, candidate: Candidate, setting: Setting) -> Solved | None:
         """With the fastest of the layouts that keep so little that they fit."""

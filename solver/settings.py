@@ -21,6 +21,7 @@ from autopar.solver.costs.comm import Links, group_of
 from autopar.solver.costs.kernels import Kernels
 from autopar.solver.facts import (
     BlockCosts,
+    Floats,
     layout_costs,
     least_costs,
     least_kind_costs,
@@ -64,7 +65,9 @@ class Setting:
     )
     _solver: ProblemSolver | None = field(default=None, repr=False)
     _times: dict[RecomputeName, StageTimes] = field(default_factory=dict)
-    _least_of: dict[tuple[int, float, float], float] = field(default_factory=dict)
+    _least_of: dict[tuple[int, float, float, float], float] = field(default_factory=dict)
+    _priced_solutions: dict[float, Solution] = field(default_factory=dict)
+    _priced: dict[float, Floats] = field(default_factory=dict)
 
     def solution(self, recompute: RecomputeName, limits: Sequence[MemoryLimit] = ()) -> Solution:
         """The layout that computes all blocks once in the least time, within memory limits."""
@@ -73,6 +76,14 @@ class Setting:
             weights = self.weights(recompute, self.problem.counts)
             self._solutions[key] = self.solver().solve(weights, limits)
         return self._solutions[key]
+
+    def priced_solution(self, price: float) -> Solution:
+        """The layout with the least time where a kept byte costs ``price`` seconds."""
+        if price not in self._priced_solutions:
+            weights = self.weights("none", self.problem.counts)
+            held = tuple(price * count for count in self.problem.counts)
+            self._priced_solutions[price] = self.solver().solve(replace(weights, held=held), ())
+        return self._priced_solutions[price]
 
     def solver(self) -> ProblemSolver:
         """What solves the problem."""
@@ -176,16 +187,46 @@ class Setting:
             for forward, backward, cost in zip(weights.forward, weights.backward, comm, strict=True)
         )
 
-    def _least(self, kind: int, forward: float, backward: float) -> float:
-        """Seconds of so many forwards and backwards of a block of a kind, whatever others do."""
-        key = (kind, forward, backward)
+    def priced(self, price: float) -> Floats:
+        """Of each block what no layout is below: a forward and a backward, with either another
+        forward or a ``price`` in seconds for each byte that it keeps.
+
+        The last block is not computed again, and pays nothing.
+        """
+        if price not in self._priced:
+            roofline = self.least_times("none").both
+            kept = roofline + price * self.least.held_bytes
+            again = roofline + self.least.forward_s
+            for kind in range(len(self.problem.kinds)):
+                blocks = self._blocks_of(kind)
+                kept[blocks] = np.maximum(kept[blocks], self._least(kind, 1.0, 1.0, price))
+                again[blocks] = np.maximum(again[blocks], self._least(kind, 2.0, 1.0))
+            able = self.facts.repeated_blocks("full") > 0
+            self._priced[price] = np.where(able, np.minimum(kept, again), roofline)
+        return self._priced[price]
+
+    def prices(self) -> tuple[float, ...]:
+        """Prices of a kept byte at which a kind is computed again: of what repeats most, as it is
+        fastest and as it keeps least.
+        """
+        kind = max(range(len(self.problem.kinds)), key=lambda kind: self.problem.counts[kind])
+        fastest = kind_costs(self.problem, self.solution("none"))[kind]
+        least = float(self.least.held_bytes[self._blocks_of(kind)[0]])
+        kept = dict.fromkeys((float(fastest.held_bytes), least))
+        return tuple(fastest.forward_s / held for held in kept if held > 0)
+
+    def _least(self, kind: int, forward: float, backward: float, held: float = 0.0) -> float:
+        """Seconds of so many forwards and backwards of a block of a kind, and of its kept bytes at
+        ``held`` seconds each, whatever others do.
+        """
+        key = (kind, forward, backward, held)
         if key not in self._least_of:
             num = len(self.problem.kinds)
             weights = Weights(
                 forward=(forward,) * num,
                 backward=(backward,) * num,
                 step=0.0,
-                held=(0.0,) * num,
+                held=(held,) * num,
                 parameters=(0.0,) * len(self.problem.classes),
             )
             comm = self.least_comm[self.problem.kinds[kind]]

@@ -7,10 +7,11 @@ sums, so that a candidate with 82 blocks and 64 stages takes milliseconds.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.ir.moves import Collective
 from autopar.solver.candidates import Candidate
@@ -22,7 +23,7 @@ from autopar.solver.hardware import Cluster
 from autopar.solver.in_flight import in_flight
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Stager:
     """Costs of stages of one candidate, from the costs of its blocks."""
 
@@ -52,7 +53,7 @@ class Stager:
     def adding_s(self) -> Floats:
         """Seconds in which each block's gradients are added to those of earlier micro-batches."""
         return self._parameter_costs().adding_s(
-            self.costs.num_parameters(),
+            self.costs.num_parameters,
             self.costs.shared_numel,
             num_micro_batches=self.candidate.num_micro_batches,
         )
@@ -62,14 +63,22 @@ class Stager:
 
     def gather_s(self) -> Floats:
         """Seconds of gathering the parameters of each block over the shard axis."""
-        gathering = self._collective_s(Collective.ALL_GATHER, self.sizes.compute)
-        if self.candidate.zero_stage == 0 or self.candidate.num_shards == 1:
-            return gathering
-        num = self.costs.num_parameters()
-        return gathering + self._parameter_costs().copying_s(num, self.costs.numel)
+        return self._gather_s
 
     def reduce_s(self) -> Floats:
         """Seconds of reducing the gradients of each block over the data axes."""
+        return self._reduce_s
+
+    @functools.cached_property
+    def _gather_s(self) -> Floats:
+        gathering = self._collective_s(Collective.ALL_GATHER, self.sizes.compute)
+        if self.candidate.zero_stage == 0 or self.candidate.num_shards == 1:
+            return gathering
+        num = self.costs.num_parameters
+        return gathering + self._parameter_costs().copying_s(num, self.costs.numel)
+
+    @functools.cached_property
+    def _reduce_s(self) -> Floats:
         if self.candidate.zero_stage == 0:
             return self._collective_s(Collective.ALL_REDUCE, self.sizes.reduce)
         scattered = self._collective_s(Collective.REDUCE_SCATTER, self.sizes.reduce)
@@ -107,14 +116,18 @@ class Stager:
 
     def optimizer_s(self) -> Floats:
         """Seconds of clipping and the optimizer on the parameters of each block."""
+        return self._optimizer_s
+
+    @functools.cached_property
+    def _optimizer_s(self) -> Floats:
         numel = self.costs.numel
         if self.candidate.zero_stage:
             numel = self._shard_numel(numel, self.costs.expert_numel)
-        return self._parameter_costs().update_s(self.costs.num_parameters(first_only=True), numel)
+        return self._parameter_costs().update_s(self.costs.num_first_parameters, numel)
 
     def message_s(self, num_bytes: float, border: int) -> float:
         """Seconds of a message of a rank from stage ``border`` to the next."""
-        per_stage = self.candidate.mesh().num_ranks // self.candidate.pp
+        per_stage = self.candidate.ranks_per_stage
         per_node = self.cluster.gpus_per_node
         crosses = per_stage >= per_node or ((border + 1) * per_stage) % per_node == 0
         return Links(self.cluster).message_seconds(
@@ -130,12 +143,14 @@ class Stager:
         candidate, costs = self.candidate, self.costs
         runs = self.virtual_stages(stage, cuts)
         own = np.concatenate([np.arange(first, last + 1) for first, last in runs])
-        numels = [self._numel(range(first, last + 1)) for first, last in runs]
-        numel, experts = self._numel(own.tolist())
+        numels = [self._numel(np.arange(first, last + 1)) for first, last in runs]
+        numel, experts = map(sum, zip(*numels, strict=True))
+        if costs.shares_parameters:
+            numel, experts = self._numel(own)
         largest = max(elements for elements, _ in numels)
         if candidate.per_block and len(own) > 1:
             largest = float(costs.shared_numel[own].max())
-        first_kept, kept = self._kept()
+        first_kept, kept = self._kept
         held = np.array(
             [first_kept[first] + kept[first + 1 : last + 1].sum() for first, last in runs]
         )
@@ -145,24 +160,27 @@ class Stager:
             and runs[-1][1] + 1 == len(kept)
         ):
             held[-1] /= candidate.num_micro_batches
-        borders = np.append(costs.border_bytes, 0.0)
+        borders, again = np.append(costs.border_bytes, 0.0), self.again()
         flying = in_flight(candidate, stage)
         return StageContents(
             numel=numel,
             expert_numel=experts,
             segment_numel=largest,
             num_segments=len(own) if candidate.per_block else len(runs),
-            overlap=bool((flying > 1).any()),
+            overlap=self._overlaps(stage),
             activation_bytes=float((flying @ held).max()),
-            recompute_bytes=float((costs.held_bytes * self.again())[own].max()),
+            recompute_bytes=float((costs.held_bytes[own] * again[own]).max()),
             temporary_bytes=float(costs.temporary_bytes[own].max()),
             message_bytes=max(2.0 * float(borders[i] + borders[j + 1]) for i, j in runs),
         )
 
-    def _numel(self, blocks: Iterable[int]) -> tuple[float, float]:
+    def _numel(self, blocks: NDArray[np.int64]) -> tuple[float, float]:
         """Elements of the parameters of ``blocks``, each counted once; and those of experts."""
+        costs = self.costs
+        if not costs.shares_parameters:
+            return float(costs.numel[blocks].sum()), float(costs.expert_numel[blocks].sum())
         merged: dict[str, tuple[int, bool]] = {}
-        for block in blocks:
+        for block in blocks.tolist():
             merged.update(self.costs.parameters[block])
         numel = float(sum(elements for elements, _ in merged.values()))
         return numel, float(sum(elements for elements, is_expert in merged.values() if is_expert))
@@ -181,8 +199,9 @@ class Stager:
 
     def kept_bytes(self) -> Floats:
         """Bytes that a micro-batch keeps of each block inside of a segment."""
-        return self._kept()[1]
+        return self._kept[1]
 
+    @functools.cached_property
     def _kept(self) -> tuple[Floats, Floats]:
         """Bytes that a micro-batch keeps of each block: where it starts a segment, and inside one.
 
@@ -218,21 +237,42 @@ class Stager:
         ``shared``, parameters that several blocks share count only where they are first used.
         """
         recomputed = run_maxima(self.costs.held_bytes * self.again())
-        return self.account(stage, recomputed, shared=shared).peak(self.kept_matrix(stage))
+        return self._account(stage, shared=shared).peak(self.kept_matrix(stage) + recomputed)
 
     def kept_matrix(self, stage: int) -> Floats:
         """Bytes that every run as ``stage`` keeps of all micro-batches in flight."""
         candidate = self.candidate
         flying = float(in_flight(candidate, stage).max())
-        first_kept, inside = self._kept()
-        kept = (run_sums(inside) + (first_kept - inside)[:, None]) * flying
+        kept = self._kept_once * flying
         if candidate.schedule == "layered" and not candidate.per_block:
             kept[:, -1] /= flying  # the last segment has one micro-batch at a time
         return kept
 
-    def account(self, stage: int, recomputed: Floats | float, *, shared: bool = True) -> Account:
-        """All of every run's bytes as ``stage`` but what it keeps, with ``recomputed`` bytes of a
-        block that is recomputed; it is ``rank_bytes`` on matrices, and held to it by a test.
+    def room_matrix(self, stage: int, *, shared: bool = True) -> Floats:
+        """Bytes that every run as ``stage`` may keep, with those of the block that is recomputed;
+        negative where nothing fits. For ``shared`` see ``peak_matrix``.
+        """
+        key = (self._overlaps(stage), shared)
+        if key not in self._rooms:
+            account = self._account(stage, shared=shared)
+            self._rooms[key] = account.most_kept(self.cluster.usable_bytes)
+        return self._rooms[key]
+
+    @functools.cached_property
+    def _rooms(self) -> dict[tuple[bool, bool], Floats]:
+        return {}
+
+    @functools.cached_property
+    def _kept_once(self) -> Floats:
+        first_kept, inside = self._kept
+        return run_sums(inside) + (first_kept - inside)[:, None]
+
+    def _overlaps(self, stage: int) -> bool:
+        return bool((in_flight(self.candidate, stage) > 1).any())
+
+    def _account(self, stage: int, *, shared: bool) -> Account:
+        """All of every run's bytes as ``stage`` but what it keeps, and what is recomputed: it is
+        ``rank_bytes`` on matrices, and held to it by a test.
         """
         costs, candidate, sizes = self.costs, self.candidate, self.sizes
         memory, zero, shards = (
@@ -265,9 +305,9 @@ class Stager:
         temporary = np.maximum(run_maxima(costs.temporary_bytes), buffers)
         return Account(
             fixed=fixed + memory.context_bytes,
-            beside=recomputed + temporary + messages + gathered,
+            beside=temporary + messages + gathered,
             floor=(sharded if zero >= 1 else numel) * sizes.widened,
-            fragmentation=memory.lost_share(overlap=bool((in_flight(candidate, stage) > 1).any())),
+            fragmentation=memory.lost_share(overlap=self._overlaps(stage)),
         )
 
 
@@ -302,8 +342,13 @@ class Account:
 
 def _seconds_of(links: Links, collective: Collective, num_bytes: Floats, group: Group) -> Floats:
     """Seconds of a collective for each number of bytes; many are alike."""
-    known = {size: links.seconds(collective, size, group) for size in set(num_bytes.tolist())}
-    return np.array([known[size] for size in num_bytes.tolist()])
+    cluster = links.cluster
+    return np.array([_seconds(cluster, collective, size, group) for size in num_bytes.tolist()])
+
+
+@functools.lru_cache(maxsize=4096)
+def _seconds(cluster: Cluster, collective: Collective, num_bytes: float, group: Group) -> float:
+    return Links(cluster).seconds(collective, num_bytes, group)
 
 
 def run_sums(values: Floats) -> Floats:
