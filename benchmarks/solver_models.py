@@ -21,7 +21,8 @@ def many_experts(seq_len: int = 4096) -> Example:
     def layer() -> nn.Module:
         return Layer(4096, Attention(4096, 32), Experts(4096, 1024, num_experts=1024, top_k=8))
 
-    return Model(4096, [layer], 32), _tokens(seq_len)
+    with torch.device("meta"):
+        return Model(4096, [layer], 32), _tokens(seq_len)
 
 
 def many_blocks(seq_len: int = 4096) -> Example:
@@ -36,7 +37,8 @@ def many_blocks(seq_len: int = 4096) -> Example:
             hidden, Attention(hidden, 8), Experts(hidden, hidden, num_experts=8, top_k=2)
         ),
     )
-    return Model(hidden, kinds, 1000), _tokens(seq_len)
+    with torch.device("meta"):
+        return Model(hidden, kinds, 1000), _tokens(seq_len)
 
 
 class Model(nn.Module):
@@ -133,5 +135,5 @@ class Experts(nn.Module):
 
 
 def _tokens(seq_len: int) -> dict[str, Tensor]:
-    tokens = torch.zeros(2, seq_len, dtype=torch.int64, device="meta")
+    tokens = torch.zeros(2, seq_len, dtype=torch.int64)
     return {"tokens": tokens, "labels": tokens.clone()}
