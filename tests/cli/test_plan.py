@@ -191,7 +191,7 @@ def test_what_does_not_fit_is_said(capfd: pytest.CaptureFixture[str], tmp_path):
     done = run(capfd, "plan", config, *SIZES, "--gpus-per-node", 1)
     assert_refused(done, "no plan fits into 2.00 GiB", "fullest rank", "stage 0", "optimizer 1.0")
     assert re.search(r"needs 2\.\d\d GiB, \S+ (GiB|MiB) too much", done.err)
-    assert re.search(r"try: 2 nodes \(a step then takes \S+ m?s\)\n$", done.err)
+    assert re.search(r"try: 2 nodes \(a step then takes at most \S+ m?s\)\n$", done.err)
 
 
 def test_a_model_function_is_found_in_the_current_directory(tmp_path):

@@ -91,7 +91,7 @@ def test_without_pins_more_nodes_are_counted_and_verified():
     (nodes,) = (change for change in found.changes if change.text.endswith("nodes"))
     num = int(nodes.text.split()[0])
     assert num > small.nodes
-    assert nodes.step_s == plan(small.with_nodes(num), batch=16).prediction.step_s
+    assert nodes.step_s >= plan(small.with_nodes(num), batch=16).prediction.step_s
     with pytest.raises(InfeasibleError):
         plan(small.with_nodes(num - 1), batch=16)
 
@@ -118,4 +118,4 @@ def test_the_error_says_all_of_it():
     for said in ("too much", "stage 0", "pinned micro_batch_size=8 leaves no way to fit"):
         assert said in text
     assert "leave micro_batch_size=8 open: micro_batch_size=" in text
-    assert "(a step then takes " in text
+    assert "(a step then takes at most " in text
