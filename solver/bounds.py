@@ -33,6 +33,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.solver.cuts import least_sum
 from autopar.solver.facts import Floats
 from autopar.solver.recomputing import again_s
 from autopar.solver.stages import Stager, run_maxima, run_sums
@@ -51,6 +52,14 @@ class StageTimes:
     both: Floats
     forward: Floats
     backward: Floats
+
+    def plus(self, seconds: Floats) -> StageTimes:
+        """With a forward and a backward that take so much longer together, either part maybe."""
+        return StageTimes(
+            both=self.both + seconds,
+            forward=self.forward + seconds,
+            backward=self.backward + seconds,
+        )
 
     def plus_backward(self, seconds: Floats) -> StageTimes:
         """With a backward that is longer by so much."""
@@ -82,6 +91,9 @@ class StageBounds:
         self.run = run_sums(times.both)
         self.before = np.concatenate([[0.0], np.cumsum(times.both)])[:-1, None]
         self.messages = self._messages()
+        self.total_again = 0.0
+        if again is not None and any(needed.any() for needed in again):
+            self.total_again = least_sum(stager.costs.num_blocks, again)
 
     def __call__(self, stage: int) -> Floats:
         """Over runs: no step with the run as ``stage`` is faster; inf where it does not fit."""
@@ -90,13 +102,13 @@ class StageBounds:
         needed = again_s(self.stager, stage) if self.again is None else self.again[stage]
         fits = np.isfinite(needed)
         again = np.where(fits, needed, 0.0)
-        run, total = self.run + again, self.total + again
+        run, total = self.run + again, self.total + np.maximum(again, self.total_again)
         bound = self.before + num * run  # (A)
         if candidate.schedule == "1f1b":
             ahead = min(num, candidate.pp - stage) - 1
             waiting = total + (num - 1) * run - ahead * run_sums(self.times.forward)
             bound = np.maximum(bound, waiting + self.messages[0])  # (B)
-            loop = total - self.before + self.messages[stage]
+            loop = self.total + again - self.before + self.messages[stage]
             bound = np.maximum(bound, self.before + -(-num // (ahead + 1)) * loop)  # (F)
             if num >= ahead + 2:  # (G)
                 returned = total + (num - ahead - 2) * run + self.messages[0]

@@ -44,6 +44,17 @@ def best_cuts(num_blocks: int, num_stages: int, cost: StageCosts) -> tuple[float
     return float(best[num_blocks]), tuple(reversed(cuts))
 
 
+def least_sum(num_blocks: int, costs: Sequence[Floats]) -> float:
+    """The least sum of costs of stages over all cuts; inf when there is no way."""
+    best = np.full(num_blocks + 1, math.inf)
+    best[0] = 0.0
+    lengths = np.arange(num_blocks + 1)[None, :] - np.arange(num_blocks)[:, None]
+    for cost in costs:
+        sums = best[:num_blocks, None] + np.where(lengths > 0, cost, math.inf)
+        best = sums.min(axis=0)
+    return float(best[num_blocks])
+
+
 def layer_cuts(model: ModelGraph, num_runs: int) -> tuple[int, ...]:
     """Cuts that spread layers evenly, as Megatron-LM does: blocks of the kind that repeats most.
 

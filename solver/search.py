@@ -240,17 +240,42 @@ class Search:
         joint = candidate.pp == 1
         times = (setting.joint_times if joint else setting.least_times)(candidate.recompute)
         if candidate.recompute == "blocks" and candidate.tp > 1:
+            stager = self.stager(candidate, setting.tight())
             priced = {price: setting.priced(price) for price in setting.prices()}
             again = [
-                np.maximum(needed, priced_again_s(stager, stage, priced, times.both))
-                for stage, needed in enumerate(again)
+                np.maximum(
+                    again_s(stager, stage, exact=False),
+                    priced_again_s(stager, stage, priced, times.both),
+                )
+                for stage in range(candidate.pp)
             ]
         return self._cut(candidate, StageBounds(stager, times.plus_backward(added), again))[0]
 
+    def frontier_bound(self, candidate: Candidate) -> float:
+        """Over all trades of time for memory in the blocks that repeat: what takes least keeps
+        most, and more of it is computed again.
+        """
+        setting = self.setting(candidate)
+        times = setting.least_times(candidate.recompute)
+        own, best = setting.main_blocks(), math.inf
+        for held, both in setting.frontier():
+            kept = setting.tight().held_bytes.copy()
+            kept[own] = np.maximum(kept[own], held)
+            stager = self.stager(candidate, replace(setting.tight(), held_bytes=kept))
+            again = [again_s(stager, stage, exact=False) for stage in range(candidate.pp)]
+            slower = np.zeros(len(kept))
+            slower[own] = np.maximum(0.0, both - times.both[own])
+            longer = times.plus(slower).plus_backward(stager.adding_s())
+            best = min(best, self._cut(candidate, StageBounds(stager, longer, again))[0])
+        return best
+
     def layout_bound(self, candidate: Candidate) -> float:
-        """Of a candidate with one layout: cuts with what fits them; 0 for others."""
+        """Of a candidate with one layout: cuts with what fits them. Of others: with the memory that
+        a layout needs for its speed.
+        """
         if not self._has_one_layout(candidate):
-            return 0.0
+            trades = candidate.recompute == "blocks" and candidate.tp > 1
+            return self.frontier_bound(candidate) if trades else 0.0
         setting = self.setting(candidate)
         stager = self.layout_stager(candidate, setting, setting.solution(candidate.recompute))
         best = math.inf

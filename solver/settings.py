@@ -4,6 +4,7 @@ micro-batch size; with its problem, bounds and layouts.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -45,6 +46,15 @@ from autopar.solver.layout.solve import ProblemSolver
 from autopar.solver.layout.state import AxisRule
 from autopar.solver.typed_axes import TypedAxes
 
+_PRICE = 1e-9
+"""Seconds for a kept byte, where nothing else counts: about what seconds of an op are."""
+
+_STEPS = 8
+"""Steps of the frontier of time and memory of a block."""
+
+_PRICE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Prices of memory at which it is known, in units of computing a block again."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Setting:
@@ -67,6 +77,8 @@ class Setting:
     _times: dict[RecomputeName, StageTimes] = field(default_factory=dict)
     _least_of: dict[tuple[int, float, float, float], float] = field(default_factory=dict)
     _priced_solutions: dict[float, Solution] = field(default_factory=dict)
+    _tight: BlockCosts | None = field(default=None, repr=False)
+    _frontier: tuple[tuple[float, float], ...] | None = None
     _priced: dict[float, Floats] = field(default_factory=dict)
 
     def solution(self, recompute: RecomputeName, limits: Sequence[MemoryLimit] = ()) -> Solution:
@@ -187,6 +199,51 @@ class Setting:
             for forward, backward, cost in zip(weights.forward, weights.backward, comm, strict=True)
         )
 
+    def tight(self) -> BlockCosts:
+        """``least``, with what a block of each kind takes forward and keeps at the least as a
+        whole, and not op by op.
+        """
+        if self._tight is None:
+            forward, held = self.least.forward_s.copy(), self.least.held_bytes.copy()
+            for kind in range(len(self.problem.kinds) if self.tp > 1 else 0):
+                own = self._blocks_of(kind)
+                forward[own] = np.maximum(forward[own], self._least(kind, 1.0, 0.0))
+                held[own] = np.maximum(held[own], self._least(kind, 0.0, 0.0, _PRICE) / _PRICE)
+            self._tight = replace(self.least, forward_s=forward, held_bytes=held)
+        return self._tight
+
+    def frontier(self) -> tuple[tuple[float, float], ...]:
+        """(bytes, seconds) of a block of ``main_kind``: every layout keeps no less and takes no
+        less than one of them. Between prices of memory the frontier is at least a straight line.
+        """
+        if self._frontier is None:
+            block = self._blocks_of(self.main_kind)[0]
+            low, fast = float(self.tight().held_bytes[block]), self.fastest_kind()
+            high, least = float(fast.held_bytes), float(self.least_times("none").both[block])
+            edges = np.linspace(low, high, _STEPS + 1).tolist() if high > low else [low]
+            unit = fast.forward_s / max(high, 1.0)
+            prices = [unit * factor for factor in _PRICE_FACTORS]
+            priced = [(p, self._least(self.main_kind, 1.0, 1.0, p)) for p in prices]
+            found = [
+                (edge, max(least, *(cost - price * after for price, cost in priced)))
+                for edge, after in itertools.pairwise(edges)
+            ]
+            self._frontier = (*found, (edges[-1], least))
+        return self._frontier
+
+    @property
+    def main_kind(self) -> int:
+        """The kind of block that repeats most."""
+        return max(range(len(self.problem.kinds)), key=lambda kind: self.problem.counts[kind])
+
+    def fastest_kind(self) -> KindCost:
+        """What a block of ``main_kind`` costs in the fastest layout."""
+        return kind_costs(self.problem, self.solution("none"))[self.main_kind]
+
+    def main_blocks(self) -> list[int]:
+        """The blocks of ``main_kind``."""
+        return self._blocks_of(self.main_kind)
+
     def priced(self, price: float) -> Floats:
         """Of each block what no layout is below: a forward and a backward, with either another
         forward or a ``price`` in seconds for each byte that it keeps.
@@ -195,8 +252,8 @@ class Setting:
         """
         if price not in self._priced:
             roofline = self.least_times("none").both
-            kept = roofline + price * self.least.held_bytes
-            again = roofline + self.least.forward_s
+            kept = roofline + price * self.tight().held_bytes
+            again = roofline + self.tight().forward_s
             for kind in range(len(self.problem.kinds)):
                 blocks = self._blocks_of(kind)
                 kept[blocks] = np.maximum(kept[blocks], self._least(kind, 1.0, 1.0, price))
@@ -209,9 +266,8 @@ class Setting:
         """Prices of a kept byte at which a kind is computed again: of what repeats most, as it is
         fastest and as it keeps least.
         """
-        kind = max(range(len(self.problem.kinds)), key=lambda kind: self.problem.counts[kind])
-        fastest = kind_costs(self.problem, self.solution("none"))[kind]
-        least = float(self.least.held_bytes[self._blocks_of(kind)[0]])
+        fastest = self.fastest_kind()
+        least = float(self.tight().held_bytes[self.main_blocks()[0]])
         kept = dict.fromkeys((float(fastest.held_bytes), least))
         return tuple(fastest.forward_s / held for held in kept if held > 0)
 

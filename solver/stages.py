@@ -144,7 +144,7 @@ class Stager:
         runs = self.virtual_stages(stage, cuts)
         own = np.concatenate([np.arange(first, last + 1) for first, last in runs])
         numels = [self._numel(np.arange(first, last + 1)) for first, last in runs]
-        numel, experts = map(sum, zip(*numels, strict=True))
+        numel, experts = (float(sum(parts)) for parts in zip(*numels, strict=True))
         if costs.shares_parameters:
             numel, experts = self._numel(own)
         largest = max(elements for elements, _ in numels)
