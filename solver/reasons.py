@@ -13,6 +13,9 @@ from autopar.solver.predict import rank_predictions
 from autopar.solver.search import SearchResult
 from autopar.solver.solved import Solved
 
+Family = tuple[int, int, int, str]
+"""Candidates that are alike: pipeline and tensor degree, ZeRO stage, schedule."""
+
 NUM_ALTERNATIVES = 5
 """So many candidates that lost are told of."""
 
@@ -23,17 +26,19 @@ _DERIVED = ("num_micro_batches", "recomputed_blocks")
 def alternatives(
     result: SearchResult, best: Solved, more: Sequence[Solved] = ()
 ) -> tuple[Alternative, ...]:
-    """Candidates that lost: those that were simulated, ``more`` of them beside the search's, then
-    those with the lowest bounds.
+    """Candidates that lost: the fastest of each family that was simulated, ``more`` of them beside
+    the search's, then families that were only bounded, then others that were simulated.
     """
     simulated = sorted(
         (solved for solved in (*result.solved, *more) if solved is not best),
         key=lambda solved: solved.step_s,
     )
-    found = [_simulated(solved) for solved in simulated[:NUM_ALTERNATIVES]]
-    told = {_family(solved.candidate) for solved in more}
+    firsts: dict[Family, Solved] = {}
+    for solved in simulated:
+        firsts.setdefault(_family(solved.candidate), solved)
+    found = [_simulated(solved) for solved in firsts.values()]
     for bound, candidate in open_families(result):
-        if _family(candidate) not in told:
+        if _family(candidate) not in firsts:
             found.append(
                 Alternative(
                     description=str(candidate),
@@ -42,6 +47,7 @@ def alternatives(
                     reason=f"proved to take at least {bound:.4g} s",
                 )
             )
+    found += [_simulated(solved) for solved in simulated if solved not in firsts.values()]
     return tuple(found[:NUM_ALTERNATIVES])
 
 
@@ -69,8 +75,8 @@ def open_families(result: SearchResult) -> list[tuple[float, Candidate]]:
     return found
 
 
-def _family(candidate: Candidate) -> tuple[int, int, int]:
-    return candidate.pp, candidate.tp, candidate.zero_stage
+def _family(candidate: Candidate) -> Family:
+    return candidate.pp, candidate.tp, candidate.zero_stage, candidate.schedule
 
 
 def search_report(
