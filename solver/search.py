@@ -40,7 +40,7 @@ from autopar.solver.settings import Setting, make_setting
 from autopar.solver.solved import Solved, simulate_cuts
 from autopar.solver.stages import Stager
 from autopar.solver.typed_axes import TypedAxes
-from autopar.solver.virtual_cuts import cut_bound_s, virtual_cuts
+from autopar.solver.virtual_cuts import cut_bound_s, least_cut_bound_s, virtual_cuts
 
 Progress = Callable[[str], None]
 
@@ -229,8 +229,8 @@ class Search:
         stager = self.stager(candidate, setting.least)
         if candidate.virtual_stages > 1:
             times = setting.least_times(candidate.recompute).plus_backward(stager.adding_s())
-            own = (cut_bound_s(stager, times, cuts) for cuts in self._cuts(candidate, stager))
-            return max(scalar_bound_s(candidate, times), min(own))
+            own = least_cut_bound_s(stager, times, self._cuts(candidate, stager))
+            return max(scalar_bound_s(candidate, times), own)
         again = [again_s(stager, stage, exact=False) for stage in range(candidate.pp)]
         added = stager.adding_s()
         times = setting.roofline_times(candidate.recompute).plus_backward(added)
@@ -333,7 +333,7 @@ class Search:
         if candidate.recompute == "blocks":
             layouts = {setting.priced_solution(price): None for price in setting.prices()}
             found += [self._with_layout(candidate, setting, layout) for layout in layouts]
-            tried = ["none", "full"] if not any(found) else ["none"]
+            tried = [] if any(found) else ["none", "full"]
         found += [
             self._within_memory(replace(candidate, recompute=name), setting) for name in tried
         ]

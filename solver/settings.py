@@ -77,6 +77,7 @@ class Setting:
     _times: dict[RecomputeName, StageTimes] = field(default_factory=dict)
     _least_of: dict[tuple[int, float, float, float], float] = field(default_factory=dict)
     _priced_solutions: dict[float, Solution] = field(default_factory=dict)
+    _costs: dict[int, tuple[Solution, BlockCosts]] = field(default_factory=dict, repr=False)
     _tight: BlockCosts | None = field(default=None, repr=False)
     _frontier: tuple[tuple[float, float], ...] | None = None
     _priced: dict[float, Floats] = field(default_factory=dict)
@@ -105,6 +106,11 @@ class Setting:
 
     def costs(self, solution: Solution) -> BlockCosts:
         """What blocks cost under a solution, collectives of all layout axes but dp included."""
+        if id(solution) not in self._costs:
+            self._costs[id(solution)] = solution, self._costs_of(solution)
+        return self._costs[id(solution)][1]
+
+    def _costs_of(self, solution: Solution) -> BlockCosts:
         kinds = kind_costs(self.problem, solution)
         if self.cp * self.ep > 1:
             typing = axis_typing(self.facts.model, self.facts.classes, self.problem, solution)

@@ -342,8 +342,9 @@ class Account:
 
 def _seconds_of(links: Links, collective: Collective, num_bytes: Floats, group: Group) -> Floats:
     """Seconds of a collective for each number of bytes; many are alike."""
-    cluster = links.cluster
-    return np.array([_seconds(cluster, collective, size, group) for size in num_bytes.tolist()])
+    sizes = num_bytes.tolist()
+    known = {size: _seconds(links.cluster, collective, size, group) for size in set(sizes)}
+    return np.array([known[size] for size in sizes])
 
 
 @functools.lru_cache(maxsize=4096)

@@ -63,6 +63,16 @@ def _even_cuts(data: bytes, num_runs: int) -> tuple[int, ...]:
     return (0, *reversed(cuts))
 
 
+def least_cut_bound_s(stager: Stager, times: StageTimes, cuts: Sequence[tuple[int, ...]]) -> float:
+    """The least ``cut_bound_s`` of several cuts; inf where none fits."""
+    best = math.inf
+    roughly = [(cut_bound_s(stager, times, cut, memory=False), cut) for cut in cuts]
+    for rough, cut in sorted(roughly):
+        if rough < best:
+            best = min(best, cut_bound_s(stager, times, cut))
+    return best
+
+
 def cut_bound_s(
     stager: Stager, times: StageTimes, cuts: Sequence[int], *, memory: bool = True
 ) -> float:

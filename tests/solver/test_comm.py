@@ -67,7 +67,7 @@ def test_a_collective_has_its_own_pace_inside_a_node(name):
 
     link = CLUSTER.hardware.node_link
     slow = copy.copy(CLUSTER)
-    paced = replace(link, **{name: Pace(latency=3.0, bandwidth=0.5)})
+    paced = replace(link, **{name: Pace(latency=3.0, bandwidth=0.5)})  # type: ignore[arg-type]
     slow.hardware = replace(CLUSTER.hardware, node_link=paced)
     latency = seconds(1e-9, CLUSTER)
     assert seconds(1e-9, slow) == pytest.approx(3 * latency)
