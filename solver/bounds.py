@@ -13,7 +13,8 @@ recompute in g) and w + 1 its forwards before the first backward (w = min(M, p �
     1F1B, M ≥ w + 2: after the first backward come M − w − 1 backwards and M − w − 2 forwards, then
     the last forward, which has to reach the end and come back
 (C) gathers and reductions that nothing can hide: the first block's gather and the last block's
-    reduction; in 1F1B all that exceeds the first forward, or the last backward
+    reduction; in 1F1B all that exceeds the first forward, or the last backward. Then the optimizer.
+    Forwards of the stages before hide the gathers, their last backwards reductions and optimizer
 (D) the communication stream: all gathers and reductions one after the other
 (E) what is hidden slows compute down: reductions of all but the last micro-batch, and gathers of
     all but the first and the last, run while the stage computes or waits after its first backward;
@@ -128,7 +129,7 @@ class StageBounds:
         return [2 * sum(hops[stage:]) for stage in range(stager.candidate.pp)]
 
     def _communication(self, again: Floats) -> tuple[Floats, Floats]:
-        """(C) added to what a stage computes, and (D); ``again`` lengthens backward."""
+        """(C) and (E) added to what a stage computes, and (D); ``again`` lengthens backward."""
         hides = self.stager.candidate.zero_stage <= 1 and self.stager.candidate.per_block
         return self._communicate(again) if hides and again.any() else self._without
 
@@ -141,38 +142,39 @@ class StageBounds:
         stager, candidate = self.stager, self.stager.candidate
         gather, reduce = stager.gather_s(), stager.reduce_s()
         gathers, reductions = run_sums(gather), run_sums(reduce)
-        first_gather, first_reduce = gather[:, None], reduce[:, None]
         num, zero = candidate.num_micro_batches, candidate.zero_stage
         slowdown = stager.cluster.hardware.overlap.slowdown
         each = np.maximum(0.0, 2 * (gathers - run_maxima(gather)))
-        if not candidate.per_block:
-            exposed, stream = gathers + reductions, gathers + reductions
-        else:
-            exposed = first_gather + first_reduce
-            stream = gathers + reductions
+        stream, slow = gathers + reductions, np.zeros(self.run.shape)
+        first, last = gathers, reductions
+        if candidate.per_block:
+            first, last = gather[:, None] + slow, reduce[:, None] + slow
             if candidate.schedule == "1f1b" and zero <= 1 and num >= candidate.pp + 1:
-                exposed = np.maximum(first_gather, gathers - run_sums(self.times.forward))
-                exposed = exposed + np.maximum(
-                    first_reduce, reductions - run_sums(self.times.backward) - again
-                )
+                first = np.maximum(first, gathers - run_sums(self.times.forward))
+                last = np.maximum(last, reductions - run_sums(self.times.backward) - again)
             elif zero == 3:
-                stream = each * (num if candidate.schedule == "1f1b" else 1)
-                stream += reductions * (num if candidate.schedule == "1f1b" else 1)
+                stream = (each + reductions) * (num if candidate.schedule == "1f1b" else 1)
             elif zero == 2 and candidate.schedule == "1f1b":
                 stream = gathers + num * reductions
             if candidate.schedule == "1f1b" and zero >= 2:  # (E)
-                exposed = exposed + slowdown * (num - 1) * reductions
+                slow = slowdown * (num - 1) * reductions
                 if zero == 3:
-                    exposed = exposed + slowdown * max(0, num - 2) * each
+                    slow = slow + slowdown * max(0, num - 2) * each
             elif candidate.schedule == "layered" and zero >= 1:
-                hidden = gathers + reductions - first_gather - first_reduce
-                exposed = exposed + slowdown * (hidden + (each / 2 if zero == 3 else 0.0))
+                hidden = gathers + reductions - first - last
+                slow = slowdown * (hidden + (each / 2 if zero == 3 else 0.0))
+        once = run_sums(stager.optimizer_s() + stager.costs.step_s)
+        once = once + stager.cluster.hardware.runtime.step_s
+        # what happens before a stage meanwhile hides it: first forwards, last backwards, messages
+        way = self.messages[0] / 2
+        passed = np.concatenate([[0.0], np.cumsum(self.times.forward)[:-1] + way])[:, None]
+        returned = np.concatenate([[0.0], np.cumsum(self.times.backward)[:-1] + way])[:, None]
+        added = np.maximum(0.0, first - passed) + np.maximum(0.0, last + once - returned) + slow
         if candidate.pp == 1 and candidate.per_block:  # nothing to wait for: hidden or exposed
             total = stream
             if candidate.schedule == "1f1b" and zero == 3:
                 total = num * (each + reductions)
-            firsts = first_gather + first_reduce
-            exposed = np.maximum(exposed, firsts + slowdown * np.maximum(0.0, total - firsts))
-        once = run_sums(stager.optimizer_s() + stager.costs.step_s)
-        once = once + stager.cluster.hardware.runtime.step_s
-        return exposed + once, stream + once
+            firsts = gather[:, None] + reduce[:, None]
+            hidden = slowdown * np.maximum(0.0, total - firsts)
+            added = np.maximum(added, firsts + hidden + once)
+        return added, stream + once

@@ -35,7 +35,7 @@ def again_s(stager: Stager, stage: int, *, exact: bool = True) -> Floats:
     seconds = np.zeros(need.shape)
     if not (need > 0).any():
         return seconds
-    saved = _saved_bytes(stager)
+    saved = _saved_bytes(stager) if exact else costs.held_bytes * costs.again("full")
     # one at a time they are there again: the largest, or the smallest at least
     able = costs.held_bytes[saved > 0]
     again = run_maxima(costs.held_bytes * (saved > 0)) if exact else min(able, default=0.0)

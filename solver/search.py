@@ -225,6 +225,9 @@ class Search:
 
     def bound(self, candidate: Candidate) -> float:
         """No layout and no cuts of the candidate are faster; infinite when none fits."""
+        return min(self._bound(variant) for variant in _variants(candidate))
+
+    def _bound(self, candidate: Candidate) -> float:
         setting = self.setting(candidate)
         stager = self.stager(candidate, setting.least)
         if candidate.virtual_stages > 1:
@@ -275,7 +278,9 @@ class Search:
         """
         if not self._has_one_layout(candidate):
             trades = candidate.recompute == "blocks" and candidate.tp > 1
-            return self.frontier_bound(candidate) if trades else 0.0
+            if not trades:
+                return 0.0
+            return min(self.frontier_bound(variant) for variant in _variants(candidate))
         setting = self.setting(candidate)
         stager = self.layout_stager(candidate, setting, setting.solution(candidate.recompute))
         best = math.inf
@@ -419,6 +424,16 @@ class Search:
             copies=tuple(copies),
             parameter_bytes=(0.0,) * len(setting.problem.classes),
         )
+
+
+def _variants(candidate: Candidate) -> tuple[Candidate, ...]:
+    """A candidate that leaves its recomputed blocks open, and the one without any if that has other
+    segments.
+    """
+    if candidate.recompute != "blocks":
+        return (candidate,)
+    without = replace(candidate, recompute="none")
+    return (candidate,) if without.per_block == candidate.per_block else (candidate, without)
 
 
 def any_order_s(candidate: Candidate, both: Floats) -> float:

@@ -110,9 +110,12 @@ def cut_bound_s(
         for stage in range(pp - 1)
     ]
     before = np.concatenate([[0.0], np.cumsum(both[0][:-1] + np.array(hops))])
+    returned = np.concatenate([[0.0], np.cumsum(runs(times.backward)[0][:-1] + np.array(hops))])
     work = candidate.num_micro_batches * (both.sum(axis=0) + again)
     once = runs(stager.optimizer_s() + stager.costs.step_s).sum(axis=0)
-    return float((np.maximum(before + work + beside, stream) + once).max())
+    once = once + stager.cluster.hardware.runtime.step_s
+    busy = before + work + beside + np.maximum(0.0, once - returned)
+    return float(np.maximum(busy, stream + once).max())
 
 
 def _traffic_s(
