@@ -45,6 +45,7 @@ def again_s(stager: Stager, stage: int, *, exact: bool = True) -> Floats:
         flying[:, -1] = 1.0
     left = np.maximum(need, 0.0)
     kinds = _kinds(saved, costs.forward_s)
+    whole = seconds
     if not exact and kinds:  # so many blocks at least, of those that take least
         most, least = max(kind[0] for kind in kinds), min(kind[1] for kind in kinds)
         whole = np.ceil((left - _BYTE) / (most * flying)) * least
@@ -53,7 +54,7 @@ def again_s(stager: Stager, stage: int, *, exact: bool = True) -> Floats:
         number = np.minimum(run_sums(alike), np.ceil(wanted) if exact else wanted)
         seconds += number * forward
         left = np.maximum(left - number * gain * flying, 0.0)
-    if not exact and kinds:
+    if not exact:
         seconds = np.maximum(seconds, whole)
     return np.where(left <= _BYTE, seconds, np.inf)
 

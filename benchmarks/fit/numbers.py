@@ -165,7 +165,7 @@ MEMORY = (
         path="memory.overlap_fragmentation",
         low=0,
         high=0.1,
-        meaning="lost besides, with several micro-batches in flight",
+        meaning="lost besides, with micro-batches in flight",
     ),
     Fitted(
         path="memory.reserve",

@@ -201,7 +201,7 @@ def blocks_of(facts: ModelFacts, cluster: Cluster, sizes: Itemsizes, solved: Sol
         ),
         kind_of=tuple(order[block.kind] for block in facts.model.blocks),
         step=tuple(_step_terms(facts, problem, solved)),
-        costs=dataclasses.replace(solved.stager.costs, parameters=()),
+        costs=solved.stager.costs,
     )
 
 

@@ -162,4 +162,9 @@ def _is_by_position(node: fx.Node) -> bool:
     source, *dims = node.args
     if not isinstance(source, fx.Node) or op_name(source) != "scaled_dot_product_attention":
         return False
-    return op_name(node) in ("transpose", "swapaxes") and {*dims} in ({1, 2}, {-3, -2})
+    return op_name(node) in ("transpose", "swapaxes") and tuple(dims) in (
+        (1, 2),
+        (2, 1),
+        (-3, -2),
+        (-2, -3),
+    )

@@ -12,8 +12,8 @@ from autopar.solver.costs.families import Family, family_of
 from autopar.solver.cuts import layer_cuts
 from autopar.solver.hardware import Cluster
 from autopar.solver.layout.check import kind_costs
-from autopar.solver.layout.model_facts import ModelFacts, model_facts
 from autopar.solver.layout.frame import ClassRole
+from autopar.solver.layout.model_facts import ModelFacts, model_facts
 from autopar.solver.layout.stream import residual_stream
 from autopar.solver.settings import Setting, make_setting
 from autopar.solver.typed_axes import TypedAxes
