@@ -89,8 +89,7 @@ def least_again_s(stager: Stager, stage: int, cuts: Sequence[int]) -> float:
     where none fits. Of blocks that differ the last one counts in part.
     """
     lost = 1 + stager.cluster.hardware.memory.lost_share(overlap=True)
-    causes = stager.bytes_by_cause(stager.contents(stage, cuts))
-    left = float(sum(causes.values()) - stager.cluster.usable_bytes)
+    left = float(stager.stage_bytes(stage, cuts) - stager.cluster.usable_bytes)
     if left <= 0:
         return 0.0
     if stager.candidate.recompute != "blocks":
@@ -154,8 +153,7 @@ def _choose_on(
 
     def fits(number: int) -> bool:
         tried = _recomputing(stager, tuple(able[:number]))
-        causes = tried.bytes_by_cause(tried.contents(stage, cuts))
-        return sum(causes.values()) <= stager.cluster.usable_bytes
+        return tried.stage_bytes(stage, cuts) <= stager.cluster.usable_bytes
 
     if fits(0):
         return ()

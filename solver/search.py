@@ -7,7 +7,8 @@ A candidate is refined in five steps, each when its bound is the lowest of all:
 1. the same at the fastest layout of each kind, for its schedule and virtual stages;
 2. the bound of ``bounds`` at the fastest layout of each kind, over all stage cuts by dynamic
    programming, runs that provably exceed memory left out;
-3. virtual stages, which have only one layout: the bound of that, with what it computes again;
+3. virtual stages, which have only one layout: the bound of that, with what it computes again; of
+   others: the bound over what a layout can trade of time for memory;
 4. solved: the fastest layout, the best cuts for it, and the simulator.
 
 The search ends when no bound is below the best simulated step, or after a fixed number of solved

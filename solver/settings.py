@@ -223,7 +223,7 @@ class Setting:
         less than one of them. Between prices of memory the frontier is at least a straight line.
         """
         if self._frontier is None:
-            block = self._blocks_of(self.main_kind)[0]
+            block = self.main_blocks()[0]
             low, fast = float(self.tight().held_bytes[block]), self.fastest_kind()
             high, least = float(fast.held_bytes), float(self.least_times("none").both[block])
             edges = np.linspace(low, high, _STEPS + 1).tolist() if high > low else [low]

@@ -227,10 +227,11 @@ class Stager:
 
     def peak_bytes(self, cuts: Sequence[int]) -> tuple[int, ...]:
         """Peak bytes of each stage; for ``cuts`` see ``virtual_stages``."""
-        return tuple(
-            sum(self.bytes_by_cause(self.contents(stage, cuts)).values())
-            for stage in range(self.candidate.pp)
-        )
+        return tuple(self.stage_bytes(stage, cuts) for stage in range(self.candidate.pp))
+
+    def stage_bytes(self, stage: int, cuts: Sequence[int]) -> int:
+        """Peak bytes of one stage."""
+        return sum(self.bytes_by_cause(self.contents(stage, cuts)).values())
 
     def peak_matrix(self, stage: int, *, shared: bool = True) -> Floats:
         """Peak bytes of every run as ``stage`` without virtual stages; without

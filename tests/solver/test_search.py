@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from autopar.capture import capture
 from autopar.ir.errors import InfeasibleError, InputError, PlanFormatError
-from autopar.ir.plan import Plan, TrainingPlan, from_json, to_json
+from autopar.ir.plan import Plan, from_json, to_json
 from autopar.solver import Cluster, solve
 from autopar.solver.bounds import StageTimes
 from autopar.solver.candidates import Candidate, Divisible, Pins, candidates
@@ -28,20 +28,10 @@ from tests.models import (
     tiny_transformer,
     token_batch,
 )
-from tests.solver.graphs import block_model
+from tests.solver.small import MODEL as SMALL
+from tests.solver.small import TRAINING
 
 HARDWARE = (resources.files("autopar.solver.hardware") / "cpu-local.toml").read_text()
-TRAINING = TrainingPlan(
-    precision="fp32",
-    optimizer="adamw",
-    learning_rate=1e-3,
-    weight_decay=0.1,
-    betas=(0.9, 0.95),
-    eps=1e-8,
-    max_grad_norm=1.0,
-    seed=0,
-)
-SMALL = block_model([("linear", 0), ("relu", 0), ("linear", 0), ("add", 0)], num_blocks=4)
 DIVISIBLE = Divisible(num_blocks=len(SMALL.blocks))
 
 
