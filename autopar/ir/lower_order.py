@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.ir.orders import Pass, segments_of
-from autopar.ir.schedule import Action, ActionKind, Run
+from autopar.ir.schedule import FINISHING, Action, ActionKind, Run
 
 
 def lower_order(
@@ -29,9 +29,9 @@ def lower_order(
         stage: Whose order it is.
         num_micro_batches: Micro-batches per step.
         regather: Parameters are gathered before, and freed after, each run of uses of a segment;
-            otherwise gathered once.
-        reduce_each: Gradients are reduced after every backward; otherwise once, after the segment's
-            last.
+            otherwise gathered once. Weight parts of backwards are no uses.
+        reduce_each: Gradients are reduced after every backward (its weight part, where it is
+            apart); otherwise once, after the segment's last.
     """
     return _Lowering(order, stages, stage, num_micro_batches, regather, reduce_each).run()
 
@@ -48,6 +48,7 @@ class _Lowering:
     ) -> None:
         own = segments_of(stages, stage)
         self.order, self.stages = order, stages
+        self.uses = [one for one in order if one.kind is not ActionKind.BACKWARD_WEIGHT]
         self.last = num_micro_batches - 1
         self.reduce_each = reduce_each
         self.frees_last = regather and len(own) == 1  # one segment has one run of uses
@@ -65,26 +66,41 @@ class _Lowering:
         }
 
     def run(self) -> tuple[Run | Action, ...]:
-        for index, whole in enumerate(self.order):
+        index = 0
+        for whole in self.order:
             kind, segments, micro_batch, num = whole
-            forward = kind is ActionKind.FORWARD
-            reduces = not forward and (self.reduce_each or micro_batch + num > self.last)
+            if kind is ActionKind.BACKWARD_WEIGHT:
+                self.finish(whole)
+                continue
+            reduces = kind in FINISHING and (self.reduce_each or micro_batch + num > self.last)
             if not (reduces or self.missing or self.regather):
-                receives, sends, passes_on = self.ends_of(forward, segments)
+                receives, sends, passes_on = self.ends_of(kind is ActionKind.FORWARD, segments)
                 if passes_on and (num == 1 or not (receives or sends)):
                     run = Run(kind, segments, micro_batch, num, receives, sends)
                     self.lowered.append(run)
                     self.previous = segments[-1]
+                    index += 1
                     continue
             for offset, segment in enumerate(segments):
                 self.use(index, offset, segment, whole)
+            index += 1
         if self.frees_last:
             self.lowered.append(self.frees[self.previous])
         self.lowered.append(Action(ActionKind.OPTIMIZER))
         return tuple(self.lowered)
 
+    def finish(self, whole: Pass) -> None:
+        """A weight part: it waits for nothing and reads no parameters."""
+        kind, segments, micro_batch, num = whole
+        if not (self.reduce_each or micro_batch + num > self.last):
+            self.lowered.append(Run(kind, segments, micro_batch, num))
+            return
+        for segment in segments:
+            self.lowered.append(Run(kind, self.singles[segment], micro_batch, num))
+            self.lowered.append(self.reductions[segment])
+
     def use(self, index: int, offset: int, segment: int, whole: Pass) -> None:
-        """What a pass does with one of its segments.
+        """What a pass does with one of its segments; ``index`` is that of the pass among ``uses``.
 
         Several micro-batches through one segment are one run, unless each is received, sent or
         reduced.
@@ -99,11 +115,12 @@ class _Lowering:
             self.previous = segment
         single, lowered = self.singles[segment], self.lowered
         receives, sends, _ = self.ends_of(forward, single)
-        each = num > 1 and (receives or sends or (self.reduce_each and not forward))
+        finishes = kind in FINISHING
+        each = num > 1 and (receives or sends or (self.reduce_each and finishes))
         for micro_batch in range(first, first + num) if each else (first,):
             many = 1 if each else num
             lowered.append(Run(kind, single, micro_batch, many, receives, sends))
-            if not forward and (self.reduce_each or micro_batch + many > self.last):
+            if finishes and (self.reduce_each or micro_batch + many > self.last):
                 lowered.append(self.reductions[segment])
         if self.regather and self.next_segment(index, offset) != segment:
             lowered.append(self.frees[segment])
@@ -132,16 +149,16 @@ class _Lowering:
 
     def following(self, index: int, offset: int) -> int | None:
         """The first segment after this one that is another one."""
-        segment = self.order[index].segments[offset]
-        for number in range(index, len(self.order)):
-            for other in self.order[number].segments[offset + 1 if number == index else 0 :]:
+        segment = self.uses[index].segments[offset]
+        for number in range(index, len(self.uses)):
+            for other in self.uses[number].segments[offset + 1 if number == index else 0 :]:
                 if other != segment:
                     return other
         return None
 
     def next_segment(self, index: int, offset: int) -> int | None:
         """The segment that comes next."""
-        segments = self.order[index].segments
+        segments = self.uses[index].segments
         if offset + 1 < len(segments):
             return segments[offset + 1]
-        return self.order[index + 1].segments[0] if index + 1 < len(self.order) else None
+        return self.uses[index + 1].segments[0] if index + 1 < len(self.uses) else None

@@ -19,14 +19,17 @@ class Pass(NamedTuple):
     (from ``micro_batch`` on) through one segment.
     """
 
-    kind: ActionKind  # FORWARD or BACKWARD
+    kind: ActionKind  # one of COMPUTE
     segments: tuple[int, ...]
     micro_batch: int
     num_micro_batches: int = 1
 
 
 Order = Callable[[tuple[int, ...], int, int], Iterator[Pass]]
-"""The passes of a stage, given the stage of every segment, the stage, and the micro-batches."""
+"""The passes of a stage, given the stage of every segment, the stage, and the micro-batches.
+
+Those of ``one_f_one_b_order`` and ``zero_bubble_order`` may have more micro-batches in flight.
+"""
 
 
 def segments_of(stages: tuple[int, ...], stage: int) -> tuple[int, ...]:
@@ -41,17 +44,57 @@ def chunks_of(stages: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def one_f_one_b_order(
-    stages: tuple[int, ...], stage: int, num_micro_batches: int
+    stages: tuple[int, ...], stage: int, num_micro_batches: int, extra_in_flight: int = 0
 ) -> Iterator[Pass]:
-    """min(M, p − s) forwards (s from 0), then a backward and a forward in turn."""
+    """``most_forwards`` forwards, then a backward and a forward in turn."""
     down = segments_of(stages, stage)
     up = down[::-1]
-    warm_up = min(num_micro_batches, max(stages) + 1 - stage)
+    warm_up = most_forwards(max(stages) + 1, stage, num_micro_batches, extra_in_flight)
     for micro_batch in range(num_micro_batches + warm_up):
         if micro_batch < num_micro_batches:
             yield Pass(ActionKind.FORWARD, down, micro_batch)
         if warm_up - 1 <= micro_batch < num_micro_batches + warm_up - 1:
             yield Pass(ActionKind.BACKWARD, up, micro_batch - warm_up + 1)
+
+
+def most_forwards(
+    num_stages: int, stage: int, num_micro_batches: int, extra_in_flight: int = 0
+) -> int:
+    """Micro-batches that 1F1B has in flight on a stage: p − s (s from 0), and ``extra_in_flight``
+    more to wait less for messages; at most one more for each stage behind, which is 2(p − s) − 1.
+    """
+    behind = num_stages - stage - 1
+    return min(num_micro_batches, behind + 1 + min(extra_in_flight, behind))
+
+
+def most_waiting(
+    num_stages: int, stage: int, num_micro_batches: int, extra_in_flight: int = 0
+) -> int:
+    """Micro-batches whose weight part waits, under ``zero_bubble_order``, while the stage has
+    ``most_forwards`` others in flight: as many as make all stages hold alike, p and the extra ones.
+    """
+    flying = most_forwards(num_stages, stage, num_stages + num_stages, extra_in_flight)
+    return min(num_micro_batches, num_stages + extra_in_flight - flying)
+
+
+def zero_bubble_order(
+    stages: tuple[int, ...], stage: int, num_micro_batches: int, extra_in_flight: int = 0
+) -> Iterator[Pass]:
+    """ZB-H1: 1F1B whose backwards are input parts; weight parts follow ``most_waiting`` of them
+    later, so that the last ones fill the end, when the stage waits for the stages behind.
+    """
+    num_stages = max(stages) + 1
+    up = segments_of(stages, stage)[::-1]
+    waiting = most_waiting(num_stages, stage, num_micro_batches, extra_in_flight)
+    for one in one_f_one_b_order(stages, stage, num_micro_batches, extra_in_flight):
+        if one.kind is ActionKind.FORWARD:
+            yield one
+            continue
+        yield one._replace(kind=ActionKind.BACKWARD_INPUT)
+        if one.micro_batch >= waiting:
+            yield Pass(ActionKind.BACKWARD_WEIGHT, up, one.micro_batch - waiting)
+    for micro_batch in range(num_micro_batches - waiting, num_micro_batches):
+        yield Pass(ActionKind.BACKWARD_WEIGHT, up, micro_batch)
 
 
 def interleaved_order(
@@ -115,11 +158,11 @@ def forward_order(stages: tuple[int, ...], stage: int, num_micro_batches: int) -
             yield Pass(ActionKind.FORWARD, (segment,), 0, num_micro_batches)
 
 
-def check_contiguous(stages: tuple[int, ...]) -> None:
+def check_contiguous(stages: tuple[int, ...], name: str = "1F1B") -> None:
     """Raise ``ScheduleError`` unless each stage has neighbouring segments, in order."""
     if list(stages) != sorted(stages):
         raise ScheduleError(
-            f"1F1B needs contiguous stages, not {stages}",
+            f"{name} needs contiguous stages, not {stages}",
             hint="use the interleaved or the layered schedule",
         )
 

@@ -19,7 +19,9 @@ class ActionKind(Enum):
     """What an action does. The segment of an action is the one whose tensors it concerns."""
 
     FORWARD = "F"
-    BACKWARD = "B"
+    BACKWARD = "B"  # both parts at once
+    BACKWARD_INPUT = "I"  # gradients of the segment's activations: what the stage before waits for
+    BACKWARD_WEIGHT = "W"  # gradients of its parameters, later; nobody else waits for them
     SEND_ACTIVATIONS = "SA"  # the results of the segment, to the next segment's stage
     RECEIVE_ACTIVATIONS = (
         "RA"  # post the receive of the segment's activations; its forward waits for them
@@ -77,6 +79,23 @@ class Schedule:
         )
 
 
+COMPUTE = frozenset(
+    {
+        ActionKind.FORWARD,
+        ActionKind.BACKWARD,
+        ActionKind.BACKWARD_INPUT,
+        ActionKind.BACKWARD_WEIGHT,
+    }
+)
+"""What a stage computes with a micro-batch: the kinds of a run."""
+
+RETURNING = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+"""What makes the gradients that go to the segment before."""
+
+FINISHING = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+"""After which all gradients of a micro-batch are there, and nothing of it is kept."""
+
+
 class Run(NamedTuple):
     """Computing actions in a row: for each micro-batch, the segments in this order.
 
@@ -84,7 +103,7 @@ class Run(NamedTuple):
     micro-batches through one segment. A tuple, because schedules have tens of thousands of them.
     """
 
-    kind: ActionKind  # FORWARD or BACKWARD
+    kind: ActionKind  # one of COMPUTE
     segments: tuple[int, ...]
     micro_batch: int
     num_micro_batches: int = 1
@@ -111,10 +130,12 @@ class Run(NamedTuple):
 _RECEIVES = {
     ActionKind.FORWARD: ActionKind.RECEIVE_ACTIVATIONS,
     ActionKind.BACKWARD: ActionKind.RECEIVE_GRADIENTS,
+    ActionKind.BACKWARD_INPUT: ActionKind.RECEIVE_GRADIENTS,
 }
 _SENDS = {
     ActionKind.FORWARD: ActionKind.SEND_ACTIVATIONS,
     ActionKind.BACKWARD: ActionKind.SEND_GRADIENTS,
+    ActionKind.BACKWARD_INPUT: ActionKind.SEND_GRADIENTS,
 }
 
 

@@ -1,19 +1,17 @@
 """What holds of every schedule, whoever made it: complete, ordered, matched, free of deadlock; and
 what it keeps alive.
 
-Sends are buffered and receives are posted without waiting: only a forward or backward waits, for
-its message.
+Sends are buffered and receives are posted without waiting: only a forward or a backward (its input
+part, where it is in two) waits, for its message.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from autopar.ir.errors import ScheduleError
-from autopar.ir.schedule import Action, ActionKind, Schedule
-
-_COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD)
+from autopar.ir.schedule import COMPUTE, FINISHING, RETURNING, Action, ActionKind, Schedule
 
 Channel = tuple[int, int, bool]
 """Source stage, target stage, and whether it carries activations (else gradients). Messages keep
@@ -37,8 +35,8 @@ def validate(schedule: Schedule) -> None:
 
 
 def peak_live(schedule: Schedule) -> tuple[int, ...]:
-    """For each stage, the most (segment, micro-batch) pairs that were forwarded and not yet
-    backwarded.
+    """For each stage, the most (segment, micro-batch) pairs that were forwarded and whose backward,
+    both parts of it, is not done.
     """
     peaks: list[int] = []
     for actions in schedule.actions:
@@ -46,20 +44,28 @@ def peak_live(schedule: Schedule) -> tuple[int, ...]:
         for action in actions:
             if action.kind is ActionKind.FORWARD:
                 live += 1
-            elif action.kind is ActionKind.BACKWARD:
+            elif action.kind in FINISHING:
                 live -= 1
             peak = max(peak, live)
         peaks.append(peak)
     return tuple(peaks)
 
 
-def makespan(schedule: Schedule, *, forward: float = 1.0, backward: float = 1.0) -> float:
+def makespan(
+    schedule: Schedule, *, forward: float = 1.0, backward: float = 1.0, weight: float = 0.0
+) -> float:
     """Duration of a step in which a segment's forward and backward take these times and all else
-    takes none.
+    takes none. Of a backward in two parts ``weight`` is the weight part's.
 
     Raises:
         ScheduleError: the stages wait for each other for ever.
     """
+    durations = {
+        ActionKind.FORWARD: forward,
+        ActionKind.BACKWARD: backward,
+        ActionKind.BACKWARD_INPUT: backward - weight,
+        ActionKind.BACKWARD_WEIGHT: weight,
+    }
     clocks = [0.0] * schedule.num_stages
     positions = [0] * schedule.num_stages
     done: dict[Action, float] = {}
@@ -72,9 +78,8 @@ def makespan(schedule: Schedule, *, forward: float = 1.0, backward: float = 1.0)
                 ready = _ready_at(schedule, action, done)
                 if ready is None:
                     break
-                if action.kind in _COMPUTE:
-                    duration = forward if action.kind is ActionKind.FORWARD else backward
-                    clocks[stage] = max(clocks[stage], ready) + duration
+                if action.kind in COMPUTE:
+                    clocks[stage] = max(clocks[stage], ready) + durations[action.kind]
                 done.setdefault(action, clocks[stage])
                 positions[stage] += 1
                 advanced = True
@@ -92,7 +97,7 @@ def receive_of(schedule: Schedule, action: Action) -> Action | None:
     stages, segment = schedule.stage_of_segment, action.segment
     if action.kind is ActionKind.FORWARD:
         kind, neighbour = ActionKind.RECEIVE_ACTIVATIONS, segment - 1
-    elif action.kind is ActionKind.BACKWARD:
+    elif action.kind in RETURNING:
         kind, neighbour = ActionKind.RECEIVE_GRADIENTS, segment + 1
     else:
         return None
@@ -103,29 +108,43 @@ def receive_of(schedule: Schedule, action: Action) -> Action | None:
 
 def _ready_at(schedule: Schedule, action: Action, done: dict[Action, float]) -> float | None:
     """When the inputs of ``action`` exist, or None if they do not yet."""
-    if action.kind not in _COMPUTE:
+    if action.kind not in COMPUTE:
         return 0.0
     segment, micro_batch = action.segment, action.micro_batch
     received = receive_of(schedule, action)
-    needed: list[Action] = []
+    needed: list[tuple[ActionKind, ...]] = []
+    neighbour = segment
     if action.kind is ActionKind.FORWARD:
         if segment > 0:
+            neighbour = segment - 1
             kind = ActionKind.SEND_ACTIVATIONS if received else ActionKind.FORWARD
-            needed.append(Action(kind, segment - 1, micro_batch))
-    else:
-        needed.append(Action(ActionKind.FORWARD, segment, micro_batch))
-        if segment + 1 < schedule.num_segments:
-            kind = ActionKind.SEND_GRADIENTS if received else ActionKind.BACKWARD
-            needed.append(Action(kind, segment + 1, micro_batch))
-    if any(before not in done for before in needed):
-        return None
-    return max((done[before] for before in needed), default=0.0)
+            needed.append((kind,))
+    elif action.kind in RETURNING and segment + 1 < schedule.num_segments:
+        neighbour = segment + 1
+        needed.append((ActionKind.SEND_GRADIENTS,) if received else RETURNING)
+    ready = [
+        max((done.get(Action(kind, neighbour, micro_batch), -1.0) for kind in kinds), default=-1.0)
+        for kinds in needed
+    ]
+    if action.kind is not ActionKind.FORWARD:
+        before = ActionKind.FORWARD
+        if action.kind is ActionKind.BACKWARD_WEIGHT:
+            before = ActionKind.BACKWARD_INPUT
+        ready.append(done.get(Action(before, segment, micro_batch), -1.0))
+    return None if min(ready, default=0.0) < 0 else max(ready, default=0.0)
 
 
 def _check_complete(schedule: Schedule, stage: int) -> None:
-    """Each forward, backward, send and receive once and on its stage; the optimizer once, last."""
+    """Each forward, backward (whole or in two parts), send and receive once and on its stage; the
+    optimizer once, last.
+    """
     actions = schedule.actions[stage]
-    expected = set(_expected(schedule, stage))
+    split = {
+        (action.segment, action.micro_batch)
+        for action in actions
+        if action.kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+    }
+    expected = set(_expected(schedule, stage, split))
     counts = Counter(
         action
         for action in actions
@@ -143,7 +162,7 @@ def _check_complete(schedule: Schedule, stage: int) -> None:
         raise ScheduleError("the optimizer must come last", where=_where(stage, actions[-1]))
 
 
-def _expected(schedule: Schedule, stage: int) -> Iterator[Action]:
+def _expected(schedule: Schedule, stage: int, split: Set[tuple[int, int]]) -> Iterator[Action]:
     yield Action(ActionKind.OPTIMIZER)
     stages = schedule.stage_of_segment
     for segment in schedule.segments_of(stage):
@@ -151,7 +170,11 @@ def _expected(schedule: Schedule, stage: int) -> Iterator[Action]:
         before = segment + 1 < len(stages) and stages[segment + 1] != stage
         for micro_batch in range(schedule.num_micro_batches):
             yield Action(ActionKind.FORWARD, segment, micro_batch)
-            yield Action(ActionKind.BACKWARD, segment, micro_batch)
+            if (segment, micro_batch) in split:
+                yield Action(ActionKind.BACKWARD_INPUT, segment, micro_batch)
+                yield Action(ActionKind.BACKWARD_WEIGHT, segment, micro_batch)
+            else:
+                yield Action(ActionKind.BACKWARD, segment, micro_batch)
             if after:
                 yield Action(ActionKind.RECEIVE_ACTIVATIONS, segment, micro_batch)
                 yield Action(ActionKind.SEND_GRADIENTS, segment, micro_batch)
@@ -167,16 +190,19 @@ def _check_order(schedule: Schedule, stage: int) -> None:
     seen: set[Action] = set()
     for action in schedule.actions[stage]:
         kind, segment, micro_batch = action.kind, action.segment, action.micro_batch
-        needed: list[Action | None] = []
-        if kind in _COMPUTE:
-            needed.append(receive_of(schedule, action))
-        if kind in (ActionKind.BACKWARD, ActionKind.SEND_ACTIVATIONS):
-            needed.append(Action(ActionKind.FORWARD, segment, micro_batch))
+        needed: list[tuple[Action, ...]] = []
+        received = receive_of(schedule, action)
+        if received is not None:
+            needed.append((received,))
+        if kind in RETURNING or kind is ActionKind.SEND_ACTIVATIONS:
+            needed.append((Action(ActionKind.FORWARD, segment, micro_batch),))
         if kind is ActionKind.SEND_GRADIENTS:
-            needed.append(Action(ActionKind.BACKWARD, segment, micro_batch))
+            needed.append(tuple(Action(made, segment, micro_batch) for made in RETURNING))
+        if kind is ActionKind.BACKWARD_WEIGHT:
+            needed.append((Action(ActionKind.BACKWARD_INPUT, segment, micro_batch),))
         for before in needed:
-            if before is not None and before not in seen:
-                raise ScheduleError(f"{before} must come before", where=_where(stage, action))
+            if seen.isdisjoint(before):
+                raise ScheduleError(f"{before[0]} must come before", where=_where(stage, action))
         seen.add(action)
 
 
@@ -198,7 +224,9 @@ def _check_parameters(schedule: Schedule, stage: int) -> None:
                 if segment not in gathered:
                     raise ScheduleError("frees parameters that are not gathered", where=where)
                 gathered.remove(segment)
-            case ActionKind.FORWARD | ActionKind.BACKWARD:
+            case ActionKind.BACKWARD_WEIGHT:
+                unreduced.add(segment)
+            case ActionKind.FORWARD | ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT:
                 if segment not in gathered:
                     raise ScheduleError("the parameters are not gathered", where=where)
                 if action.kind is ActionKind.BACKWARD:

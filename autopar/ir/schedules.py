@@ -8,6 +8,7 @@ reductions and the optimizer, in the same way for every order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from autopar.ir.errors import ScheduleError
@@ -20,35 +21,55 @@ from autopar.ir.orders import (
     interleaved_order,
     layered_order,
     one_f_one_b_order,
+    zero_bubble_order,
 )
 from autopar.ir.schedule import CompactSchedule, Schedule
 
 ONE_F_ONE_B = "1f1b"
 INTERLEAVED = "interleaved"
 LAYERED = "layered"
+ZERO_BUBBLE = "zero_bubble"
 FORWARD_ONLY = "forward"
 
 _ORDERS: dict[str, Order] = {
     ONE_F_ONE_B: one_f_one_b_order,
     INTERLEAVED: interleaved_order,
     LAYERED: layered_order,
+    ZERO_BUBBLE: zero_bubble_order,
     FORWARD_ONLY: forward_order,
 }
 
+DEEPENED = (ONE_F_ONE_B, ZERO_BUBBLE)
+"""Schedules that can have more micro-batches in flight."""
+
 
 def make_schedule(
-    name: str, stage_of_segment: Sequence[int], num_micro_batches: int, *, zero_stage: int = 0
+    name: str,
+    stage_of_segment: Sequence[int],
+    num_micro_batches: int,
+    *,
+    zero_stage: int = 0,
+    extra_in_flight: int = 0,
 ) -> Schedule:
-    """The schedule called ``name`` (``1f1b``, ``interleaved`` or ``layered``); for the other
-    arguments see the generators.
+    """The schedule called ``name`` (``1f1b``, ``interleaved``, ``layered`` or ``zero_bubble``); for
+    the other arguments see the generators.
     """
     return compact_schedule(
-        name, stage_of_segment, num_micro_batches, zero_stage=zero_stage
+        name,
+        stage_of_segment,
+        num_micro_batches,
+        zero_stage=zero_stage,
+        extra_in_flight=extra_in_flight,
     ).expand()
 
 
 def compact_schedule(
-    name: str, stage_of_segment: Sequence[int], num_micro_batches: int, *, zero_stage: int = 0
+    name: str,
+    stage_of_segment: Sequence[int],
+    num_micro_batches: int,
+    *,
+    zero_stage: int = 0,
+    extra_in_flight: int = 0,
 ) -> CompactSchedule:
     """``make_schedule`` before it is expanded: a hundredth of the work for long schedules.
 
@@ -58,11 +79,15 @@ def compact_schedule(
     known = [other for other in _ORDERS if other != FORWARD_ONLY]
     if name not in known:
         raise ScheduleError(f"no schedule is called {name!r}", hint=f"one of {', '.join(known)}")
-    return _make(name, tuple(stage_of_segment), num_micro_batches, zero_stage)
+    return _make(name, tuple(stage_of_segment), num_micro_batches, zero_stage, extra_in_flight)
 
 
 def one_f_one_b(
-    stage_of_segment: Sequence[int], num_micro_batches: int, *, zero_stage: int = 0
+    stage_of_segment: Sequence[int],
+    num_micro_batches: int,
+    *,
+    zero_stage: int = 0,
+    extra_in_flight: int = 0,
 ) -> Schedule:
     """1F1B (PipeDream-flush): at most p − s + 1 micro-batches are in flight on stage s (counted
     from 1).
@@ -71,11 +96,42 @@ def one_f_one_b(
         stage_of_segment: Stage of each segment; stages are contiguous, in order, none empty.
         num_micro_batches: Micro-batches per step and data rank; fewer than stages are allowed.
         zero_stage: 3 gathers at each run of uses; 2 and 3 reduce after every backward.
+        extra_in_flight: So many micro-batches more are in flight, at most p − s more on stage s, so
+            that messages that take time are waited for less.
 
     Raises:
         ScheduleError: the segments are not contiguous, or a number is out of range.
     """
-    return _make(ONE_F_ONE_B, stage_of_segment, num_micro_batches, zero_stage).expand()
+    return _make(
+        ONE_F_ONE_B, stage_of_segment, num_micro_batches, zero_stage, extra_in_flight
+    ).expand()
+
+
+def zero_bubble(
+    stage_of_segment: Sequence[int],
+    num_micro_batches: int,
+    *,
+    zero_stage: int = 0,
+    extra_in_flight: int = 0,
+) -> Schedule:
+    """ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"): 1F1B with backwards in two parts.
+
+    The stage before waits for the input part only, and the weight part fills what would be a
+    bubble at the end: with f, b and w seconds of a stage's forward and parts that is
+    (p − 1)(f + b − w), where 1F1B waits for (p − 1)(f + b + w). On every stage at most p micro-
+    batches are forwarded and without their weight part: as many as on the first stage of 1F1B.
+
+    Args:
+        stage_of_segment, num_micro_batches: As for ``one_f_one_b``.
+        zero_stage: 3 gathers at each run of uses; 2 and 3 reduce after every weight part.
+        extra_in_flight: As for ``one_f_one_b``; on every stage as many more are not finished.
+
+    Raises:
+        ScheduleError: the segments are not contiguous, or a number is out of range.
+    """
+    return _make(
+        ZERO_BUBBLE, stage_of_segment, num_micro_batches, zero_stage, extra_in_flight
+    ).expand()
 
 
 def interleaved_1f1b(
@@ -145,29 +201,46 @@ def modular_stages(num_stages: int, segments_per_stage: int) -> tuple[int, ...]:
 
 
 def _make(
-    name: str, stage_of_segment: Sequence[int], num_micro_batches: int, zero_stage: int
+    name: str,
+    stage_of_segment: Sequence[int],
+    num_micro_batches: int,
+    zero_stage: int,
+    extra_in_flight: int = 0,
 ) -> CompactSchedule:
     stages = _checked(stage_of_segment, num_micro_batches, zero_stage)
-    if name == ONE_F_ONE_B:
-        check_contiguous(stages)
+    if name in DEEPENED:
+        check_contiguous(stages, "1F1B" if name == ONE_F_ONE_B else "the zero-bubble schedule")
     elif name == INTERLEAVED:
         check_modular(stages)
+    order = _ORDERS[name]
+    if extra_in_flight:
+        order = _deepened(name, extra_in_flight)
     return CompactSchedule(
         name=name,
         num_micro_batches=num_micro_batches,
         stage_of_segment=stages,
         items=tuple(
             lower_order(
-                tuple(_ORDERS[name](stages, stage, num_micro_batches)),
+                tuple(order(stages, stage, num_micro_batches)),
                 stages,
                 stage,
                 num_micro_batches,
                 regather=zero_stage == 3,
-                reduce_each=zero_stage >= 2 and name in (ONE_F_ONE_B, INTERLEAVED),
+                reduce_each=zero_stage >= 2 and name in (ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE),
             )
             for stage in range(max(stages) + 1)
         ),
     )
+
+
+def _deepened(name: str, extra_in_flight: int) -> Order:
+    if extra_in_flight < 0 or name not in DEEPENED:
+        raise ScheduleError(
+            f"{extra_in_flight} extra micro-batches in flight under {name}",
+            hint=f"0 or more, under {' or '.join(DEEPENED)}",
+        )
+    order = one_f_one_b_order if name == ONE_F_ONE_B else zero_bubble_order
+    return functools.partial(order, extra_in_flight=extra_in_flight)
 
 
 def _checked(
