@@ -26,6 +26,7 @@ class BlockCosts:
         forward_s, backward_s: Without recomputation.
         forward_comm_s, backward_comm_s: The part of the tensor axis's collectives.
         held_bytes: What autograd keeps.
+        rebuilt_bytes: What is there beside it when backward has computed single ops again.
         temporary_bytes: What the op that needs most has beside it.
         input_bytes: The block's activations inputs: what recomputation starts from.
         border_bytes: What passes from block ``i - 1`` and before to block ``i`` and after.
@@ -42,6 +43,7 @@ class BlockCosts:
     forward_comm_s: Floats
     backward_comm_s: Floats
     held_bytes: Floats
+    rebuilt_bytes: Floats
     temporary_bytes: Floats
     input_bytes: Floats
     border_bytes: Floats
@@ -108,6 +110,7 @@ def least_kind_costs(problem: Problem) -> tuple[KindCost, ...]:
     """For each kind: every op at its fastest, no moves, and every kept tensor at its smallest."""
     num = len(problem.kinds)
     forward, backward, held, temporary = [0.0] * num, [0.0] * num, [0] * num, [0] * num
+    rebuilt = [0] * num
     launches = [[0.0, 0.0] for _ in range(num)]
     kept: dict[int, int] = {}
     for op in problem.ops:
@@ -117,6 +120,7 @@ def least_kind_costs(problem: Problem) -> tuple[KindCost, ...]:
         launches[op.kind][1] += min(option.backward_launch_s for option in op.options)
         smallest = min(option.transient_bytes for option in op.options)
         temporary[op.kind] = max(temporary[op.kind], smallest)
+        rebuilt[op.kind] += min(option.rebuilt_bytes for option in op.options)
         tensors = [{problem.held[q].tensor for q in option.held} for option in op.options]
         always = {tensor for tensor in set.intersection(*tensors) if tensor >= 0}
         kept.update(dict.fromkeys(always, op.kind))
@@ -125,6 +129,10 @@ def least_kind_costs(problem: Problem) -> tuple[KindCost, ...]:
             for option in op.options
         ]
         held[op.kind] += min(own)
+    for found in problem.classes:
+        for kind, costs in found.outer.items():
+            forward[kind] += min(cost.forward_s for cost in costs)
+            backward[kind] += min(cost.backward_s for cost in costs)
     smallest_of: dict[int, int] = {}
     for entry in problem.held:
         size = 0 if entry.moved is not None else entry.num_bytes
@@ -138,6 +146,7 @@ def least_kind_costs(problem: Problem) -> tuple[KindCost, ...]:
             forward_comm_s=0.0,
             backward_comm_s=0.0,
             held_bytes=held[kind],
+            rebuilt_bytes=rebuilt[kind],
             transient_bytes=temporary[kind],
             forward_launch_s=launches[kind][0],
             backward_launch_s=launches[kind][1],
@@ -189,6 +198,7 @@ def _block_costs(
         forward_comm_s=np.array([cost.forward_comm_s for cost in costs]),
         backward_comm_s=np.array([cost.backward_comm_s for cost in costs]),
         held_bytes=np.array([float(cost.held_bytes) for cost in costs]),
+        rebuilt_bytes=np.array([float(cost.rebuilt_bytes) for cost in costs]),
         temporary_bytes=np.array([float(cost.transient_bytes) for cost in costs]),
         input_bytes=inputs,
         border_bytes=borders,

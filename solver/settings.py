@@ -5,7 +5,7 @@ micro-batch size; with its problem, bounds and layouts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -30,14 +30,12 @@ from autopar.solver.facts import (
 from autopar.solver.hardware import Cluster
 from autopar.solver.layout.check import kind_costs
 from autopar.solver.layout.costing import Coster
-from autopar.solver.layout.decode import axis_typing
 from autopar.solver.layout.make import make_problem
 from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.problem import (
     TIE_BREAK_S_PER_BYTE,
     KindCost,
     MemoryLimit,
-    MoveCost,
     Problem,
     Solution,
     Weights,
@@ -68,7 +66,6 @@ class Setting:
     tp: int
     micro_batch_size: int
     problem: Problem
-    least_comm: Mapping[str, MoveCost]
     least: BlockCosts
     _solutions: dict[tuple[RecomputeName, tuple[MemoryLimit, ...]], Solution] = field(
         default_factory=dict
@@ -107,25 +104,10 @@ class Setting:
     def costs(self, solution: Solution) -> BlockCosts:
         """What blocks cost under a solution, collectives of all layout axes but dp included."""
         if id(solution) not in self._costs:
-            self._costs[id(solution)] = solution, self._costs_of(solution)
+            kinds = kind_costs(self.problem, solution)
+            costs = layout_costs(self.facts, self.problem, kinds, solution.states)
+            self._costs[id(solution)] = solution, costs
         return self._costs[id(solution)][1]
-
-    def _costs_of(self, solution: Solution) -> BlockCosts:
-        kinds = kind_costs(self.problem, solution)
-        if self.cp * self.ep > 1:
-            typing = axis_typing(self.facts.model, self.facts.classes, self.problem, solution)
-            comm = self.axes.comm(
-                cp=self.cp,
-                ep=self.ep,
-                tp=self.tp,
-                micro_batch_size=self.micro_batch_size,
-                tensor=typing,
-            )
-            kinds = tuple(
-                _with_comm(kind, comm[name])
-                for name, kind in zip(self.problem.kinds, kinds, strict=True)
-            )
-        return layout_costs(self.facts, self.problem, kinds, solution.states)
 
     def least_bytes(self) -> float:
         """No plan needs less memory: one block by itself, its parameters sharded away."""
@@ -190,19 +172,9 @@ class Setting:
             return least
         kept = sum(held.num_bytes for held in self.problem.held) * max(self.problem.counts)
         joint = self.solution(recompute).bound - TIE_BREAK_S_PER_BYTE * kept
-        joint += self._comm_s(recompute)
         more = least.both * max(0.0, joint / float(least.both.sum()) - 1)
         return StageTimes(
             both=least.both + more, forward=least.forward + more, backward=least.backward + more
-        )
-
-    def _comm_s(self, recompute: RecomputeName) -> float:
-        """Least seconds of collectives of context and expert axes in all blocks once."""
-        weights = self.weights(recompute, self.problem.counts)
-        comm = [self.least_comm[name] for name in self.problem.kinds]
-        return sum(
-            forward * cost.forward_s + backward * cost.backward_s
-            for forward, backward, cost in zip(weights.forward, weights.backward, comm, strict=True)
         )
 
     def tight(self) -> BlockCosts:
@@ -291,23 +263,8 @@ class Setting:
                 held=(held,) * num,
                 parameters=(0.0,) * len(self.problem.classes),
             )
-            comm = self.least_comm[self.problem.kinds[kind]]
-            self._least_of[key] = (
-                self.solver().least(weights, [kind])
-                + forward * comm.forward_s
-                + backward * comm.backward_s
-            )
+            self._least_of[key] = self.solver().least(weights, [kind])
         return self._least_of[key]
-
-
-def _with_comm(kind: KindCost, comm: MoveCost) -> KindCost:
-    return replace(
-        kind,
-        forward_s=kind.forward_s + comm.forward_s,
-        backward_s=kind.backward_s + comm.backward_s,
-        forward_comm_s=kind.forward_comm_s + comm.forward_s,
-        backward_comm_s=kind.backward_comm_s + comm.backward_s,
-    )
 
 
 def make_setting(
@@ -332,11 +289,6 @@ def make_setting(
         way=way,
     )
     problem = layout_problem(facts, axes, coster, cp=cp, ep=ep, way=way)
-    comm = least_comm(facts, axes, cp=cp, ep=ep, tp=tp, micro_batch_size=micro_batch_size)
-    kinds = tuple(
-        _with_comm(kind, comm[name])
-        for name, kind in zip(problem.kinds, least_kind_costs(problem), strict=True)
-    )
     return Setting(
         facts=facts,
         cluster=cluster,
@@ -346,24 +298,8 @@ def make_setting(
         tp=tp,
         micro_batch_size=micro_batch_size,
         problem=problem,
-        least_comm=comm,
-        least=least_costs(facts, problem, kinds),
+        least=least_costs(facts, problem, least_kind_costs(problem)),
     )
-
-
-def least_comm(
-    facts: ModelFacts, axes: TypedAxes, *, cp: int, ep: int, tp: int, micro_batch_size: int
-) -> Mapping[str, MoveCost]:
-    """Seconds per block of each kind and micro-batch that collectives of the context and the expert
-    axis take under every typing of the tensor axis, which leaves a rank 1/tp of a tensor at the
-    least, and does not bring ranks nearer to each other.
-    """
-    if cp * ep == 1:
-        return dict.fromkeys(facts.model.kinds, MoveCost(0.0, 0.0))
-    whole = axes.comm(cp=cp, ep=ep, tp=1, micro_batch_size=micro_batch_size, tensor={})
-    return {
-        name: MoveCost(cost.forward_s / tp, cost.backward_s / tp) for name, cost in whole.items()
-    }
 
 
 def layout_coster(
@@ -399,7 +335,9 @@ def layout_problem(
         sequence_parallel=way.sequence_parallel,
         loss_parallel=way.loss_parallel,
     )
-    return make_problem(facts, axis, coster, axes.outer(cp=cp, ep=ep))
+    batch, tp = coster.batch, coster.group.size
+    comm = axes.comm(cp=cp, ep=ep, tp=tp, micro_batch_size=batch)
+    return make_problem(facts, axis, coster, axes.outer(cp=cp, ep=ep), comm)
 
 
 def _computed_again(

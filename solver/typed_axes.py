@@ -3,26 +3,26 @@ tensor axis.
 
 The context axis leaves parameters whole and shards anything else but the batch: sequences, as a
 rule, with the keys gathered or heads exchanged where attention needs them. The expert axis shards
-the batch, and the weights of routed experts. What they send is costed once the tensor axis is
-typed, too.
+the batch, and the weights of routed experts. What they send is part of the problem of each axis
+that is typed after them: shards send less.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.ir.errors import AutoparError
 from autopar.ir.mesh import CONTEXT_AXIS, EXPERT_AXIS
 from autopar.solver.costs.comm import Links, group_of
 from autopar.solver.costs.kernels import Kernels
 from autopar.solver.hardware import Cluster
-from autopar.solver.layout.axis_comm import axis_comm
 from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.decode import axis_typing
 from autopar.solver.layout.make import make_problem
 from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.outer import AxisTyping, OuterAxes, OuterAxis
-from autopar.solver.layout.problem import TIE_BREAK_S_PER_BYTE, MoveCost, all_blocks_once
+from autopar.solver.layout.outer_comm import NO_COMM, OuterComm, OuterTraffic, outer_traffic
+from autopar.solver.layout.problem import TIE_BREAK_S_PER_BYTE, all_blocks_once
 from autopar.solver.layout.solve import solve_problem
 from autopar.solver.layout.state import AxisRule
 
@@ -39,6 +39,7 @@ class TypedAxes:
     _context: dict[tuple[int, int], AxisTyping] = field(default_factory=dict)
     _expert: dict[int, AxisTyping] = field(default_factory=dict)
     _outer: dict[tuple[int, int], OuterAxes] = field(default_factory=dict)
+    _traffic: dict[tuple[int, int], OuterTraffic] = field(default_factory=dict)
 
     def typings(self, *, cp: int, ep: int) -> dict[str, AxisTyping]:
         """Typings of those of the two axes that have several ranks, by name."""
@@ -56,49 +57,43 @@ class TypedAxes:
             self._outer[cp, ep] = OuterAxes(tuple(axes.values()))
         return self._outer[cp, ep]
 
-    def comm(
-        self, *, cp: int, ep: int, tp: int, micro_batch_size: int, tensor: AxisTyping
-    ) -> dict[str, MoveCost]:
-        """Seconds of the collectives of both axes in a block of each kind, per micro-batch.
-
-        ``tensor`` is the typing of the tensor axis.
-        """
-        model = self.facts.model
-        typings = self.typings(cp=cp, ep=ep)
-        axes = _axes(typings, cp=cp, ep=ep)
-        total = {name: MoveCost(0.0, 0.0) for name in model.kinds}
-        for name, typing in typings.items():
-            others = [axis for other, axis in axes.items() if other != name]
-            if tp > 1:
-                others.append(OuterAxis(size=tp, divides_batch=False, typing=tensor))
-            degrees = (cp, ep * tp) if name == CONTEXT_AXIS else (ep, tp)
-            batch = micro_batch_size * (ep if name == EXPERT_AXIS else 1)
-            coster = self._coster(*degrees, batch)
-            for kind, cost in axis_comm(model, typing, coster, OuterAxes(tuple(others))).items():
-                total[kind] = MoveCost(
-                    total[kind].forward_s + cost.forward_s,
-                    total[kind].backward_s + cost.backward_s,
-                )
-        return total
+    def comm(self, *, cp: int, ep: int, tp: int, micro_batch_size: int) -> OuterComm:
+        """What both axes send, with a tensor axis inside them that is not typed yet."""
+        if cp * ep == 1:
+            return NO_COMM
+        if (cp, ep) not in self._traffic:
+            axes = _axes(self.typings(cp=cp, ep=ep), cp=cp, ep=ep)
+            self._traffic[cp, ep] = outer_traffic(self.facts.model, axes)
+        costers = {}
+        if ep > 1:
+            costers[EXPERT_AXIS] = self._coster(ep, tp, micro_batch_size * ep)
+        if cp > 1:
+            costers[CONTEXT_AXIS] = self._coster(cp, ep * tp, micro_batch_size)
+        return OuterComm(traffic=self._traffic[cp, ep], costers=costers, size=tp)
 
     def _expert_typing(self, ep: int) -> AxisTyping:
         if ep not in self._expert:
-            self._expert[ep] = self._solve(EXPERT, self._coster(ep, 1, ep), OuterAxes())
+            coster = self._coster(ep, 1, ep)
+            self._expert[ep] = self._solve(EXPERT, coster, OuterAxes(), NO_COMM)
         return self._expert[ep]
 
     def _context_typing(self, cp: int, ep: int) -> AxisTyping:
         if (cp, ep) not in self._context:
             outer = self.outer(cp=1, ep=ep)
-            self._context[cp, ep] = self._solve(CONTEXT, self._coster(cp, ep, 1), outer)
+            comm = replace(self.comm(cp=1, ep=ep, tp=1, micro_batch_size=1), size=cp)
+            coster = self._coster(cp, ep, 1)
+            self._context[cp, ep] = self._solve(CONTEXT, coster, outer, comm)
         return self._context[cp, ep]
 
     def _coster(self, size: int, stride: int, batch: int) -> Coster:
         group = group_of(self.cluster, size=size, stride=stride)
         return Coster(Kernels(self.cluster.hardware), Links(self.cluster), group, batch)
 
-    def _solve(self, axis: AxisRule, coster: Coster, outer: OuterAxes) -> AxisTyping:
+    def _solve(
+        self, axis: AxisRule, coster: Coster, outer: OuterAxes, comm: OuterComm
+    ) -> AxisTyping:
         """The typing that computes all blocks once in the least time, and keeps least of those."""
-        problem = make_problem(self.facts, axis, coster, outer)
+        problem = make_problem(self.facts, axis, coster, outer, comm)
         weights = all_blocks_once(problem, held_s_per_byte=TIE_BREAK_S_PER_BYTE)
         solution = solve_problem(problem, weights)
         if solution.status == "infeasible":

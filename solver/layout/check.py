@@ -11,7 +11,7 @@ def kind_costs(problem: Problem, solution: Solution) -> tuple[KindCost, ...]:
     forward, backward = [0.0] * num, [0.0] * num
     forward_comm, backward_comm = [0.0] * num, [0.0] * num
     launches = [[0.0, 0.0] for _ in range(num)]
-    transient = [0] * num
+    transient, rebuilt = [0] * num, [0] * num
     demanded: set[tuple[int, int]] = set()
     produced: dict[int, int] = {}
     kept: dict[int, None] = {}
@@ -24,6 +24,7 @@ def kind_costs(problem: Problem, solution: Solution) -> tuple[KindCost, ...]:
         launches[op.kind][0] += option.forward_launch_s
         launches[op.kind][1] += option.backward_launch_s
         transient[op.kind] = max(transient[op.kind], option.transient_bytes)
+        rebuilt[op.kind] += option.rebuilt_bytes
         for value, state in zip(op.operands, option.option.operands, strict=True):
             demanded.add((value, problem.values[value].demanded.index(state)))
         for value, state in zip(op.results, option.option.results, strict=True):
@@ -32,6 +33,12 @@ def kind_costs(problem: Problem, solution: Solution) -> tuple[KindCost, ...]:
     for number, found in enumerate(problem.values):
         if found.state_class is not None:
             produced[number] = solution.states[found.state_class]
+    for state_class, chosen in zip(problem.classes, solution.states, strict=True):
+        for kind, costs in state_class.outer.items():
+            forward[kind] += costs[chosen].forward_s
+            backward[kind] += costs[chosen].backward_s
+            forward_comm[kind] += costs[chosen].forward_s
+            backward_comm[kind] += costs[chosen].backward_s
     for delivery in problem.deliveries:
         state = problem.classes[delivery.state_class].states[solution.states[delivery.state_class]]
         target = problem.values[delivery.value].demanded.index(state)
@@ -58,6 +65,7 @@ def kind_costs(problem: Problem, solution: Solution) -> tuple[KindCost, ...]:
             forward_comm_s=forward_comm[kind],
             backward_comm_s=backward_comm[kind],
             held_bytes=held[kind],
+            rebuilt_bytes=rebuilt[kind],
             transient_bytes=transient[kind],
             forward_launch_s=launches[kind][0],
             backward_launch_s=launches[kind][1],

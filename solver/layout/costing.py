@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -88,7 +88,7 @@ class Coster:
         """Seconds of a node under an option."""
         operands = self.operand_shapes(view, option)
         results = [self.shape(t, s) for t, s in zip(view.results, option.results, strict=True)]
-        comm = self._helper_comm(option, view, operands) if option.helper else (0.0, 0.0)
+        comm = self.helper_seconds(option, view.operands)
         dispatch = self.dispatch(view, option)
         style = self.style(node)
         works = (
@@ -168,10 +168,11 @@ class Coster:
             copied = float(whole)
         return self.kernels.seconds(Work(bytes=math.ceil(copied), num_kernels=1))
 
-    def _helper_comm(
-        self, option: Option, view: NodeView, operands: list[Shape]
-    ) -> tuple[float, float]:
-        """Seconds of the collectives of a helper, forward and backward."""
+    def helper_seconds(self, option: Option, tensors: Sequence[TensorInfo]) -> tuple[float, float]:
+        """Seconds of the collectives of an option's helper, forward and backward."""
+        if not option.helper:
+            return 0.0, 0.0
+        operands = [self.shape(t, s) for t, s in zip(tensors, option.operands, strict=True)]
         tokens = math.prod(operands[0][:-1])
         if option.helper == "vocab_token_loss":
             reduce = Collective.ALL_REDUCE
@@ -179,7 +180,7 @@ class Coster:
             return sums + self.links.seconds(reduce, 8 * tokens, self.group), 0.0
         if option.helper == "expert_dispatch":  # to the experts and back
             chosen = operands[1][-1]
-            row = operands[0][-1] * view.operands[0].dtype.itemsize
+            row = operands[0][-1] * tensors[0].dtype.itemsize
             whole = tokens * chosen * row * self.group.size
             once = self.links.seconds(Collective.ALL_TO_ALL, whole, self.group)
             return 2 * once, 2 * once

@@ -70,6 +70,8 @@ class FrameOp:
     Attributes:
         operands, results: Indices of values.
         held: For each option, the tensors that autograd keeps.
+        is_again: Whether backward computes it again by itself.
+        is_rebuilt: Whether backward then reads its results.
         twin: The first op that costs the same in each of the same options, itself or an earlier.
     """
 
@@ -80,6 +82,8 @@ class FrameOp:
     results: tuple[int, ...]
     options: tuple[Option, ...]
     held: tuple[tuple[int, ...], ...]
+    is_again: bool
+    is_rebuilt: bool
     twin: int
 
 

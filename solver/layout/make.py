@@ -16,6 +16,7 @@ from autopar.ir.placement import INVARIANT, REPLICATED, State
 from autopar.ir.rules.core import Option, Rule, normal_state
 from autopar.ir.typecheck import kind_options
 from autopar.solver.costs.families import Family, copies, family_of
+from autopar.solver.costs.saved import rebuilt_nodes
 from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.draft import Draft
 from autopar.solver.layout.frame import (
@@ -29,6 +30,7 @@ from autopar.solver.layout.frame import (
 from autopar.solver.layout.kept import KeptTensors
 from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.outer import NodeView, OuterAxes
+from autopar.solver.layout.outer_comm import NO_COMM, OuterComm, OuterTraffic
 from autopar.solver.layout.price import price
 from autopar.solver.layout.problem import Problem
 from autopar.solver.layout.state import AxisRule, grows, is_positions
@@ -36,16 +38,23 @@ from autopar.solver.layout.stream import residual_stream
 
 
 def make_problem(
-    facts: ModelFacts, axis: AxisRule, coster: Coster, outer: OuterAxes | None = None
+    facts: ModelFacts,
+    axis: AxisRule,
+    coster: Coster,
+    outer: OuterAxes | None = None,
+    comm: OuterComm = NO_COMM,
 ) -> Problem:
     """The problem of ``axis``, for ranks that cost what ``coster`` says.
 
-    ``outer`` are the axes that are typed already.
+    ``outer`` are the axes that are typed already, and ``comm`` is what they send.
     """
-    return price(_frame(facts, axis, coster, outer or OuterAxes()), coster)
+    frame = _frame(facts, axis, coster, outer or OuterAxes(), comm.traffic)
+    return price(frame, coster, comm)
 
 
-def _frame(facts: ModelFacts, axis: AxisRule, coster: Coster, outer: OuterAxes) -> Frame:
+def _frame(
+    facts: ModelFacts, axis: AxisRule, coster: Coster, outer: OuterAxes, traffic: OuterTraffic
+) -> Frame:
     """The frame of these axes and this way of computing, made once.
 
     Options of an axis that shares the batch may depend on it: not every size divides.
@@ -57,23 +66,38 @@ def _frame(facts: ModelFacts, axis: AxisRule, coster: Coster, outer: OuterAxes) 
         tuple((other.size, other.divides_batch, id(other.typing)) for other in outer.axes),
         id(coster.styles),
         coster.again,
+        id(traffic),
     )
     if key not in facts.frames:
-        frame = _Maker(facts, axis, coster, outer).frame()
-        facts.frames[key] = (frame, coster.styles)  # kept alive, as the key has their ids
+        frame = _Maker(facts, axis, coster, outer, traffic).frame()
+        facts.frames[key] = (
+            frame,
+            (coster.styles, traffic),
+        )  # kept alive, as the key has their ids
     return facts.frames[key][0]
 
 
 class _Maker:
-    def __init__(self, facts: ModelFacts, axis: AxisRule, coster: Coster, outer: OuterAxes) -> None:
+    def __init__(
+        self,
+        facts: ModelFacts,
+        axis: AxisRule,
+        coster: Coster,
+        outer: OuterAxes,
+        traffic: OuterTraffic,
+    ) -> None:
         self.model, self.facts, self.axis, self.coster = facts.model, facts, axis, coster
-        self.outer = outer
+        self.outer, self.traffic = outer, traffic
         self.drafts: list[Draft] = []
         self.number: dict[tuple[str, str, int], int] = {}
         self.kept = KeptTensors(coster, self.drafts)
         self.options: dict[tuple[str, str], tuple[Option, ...]] = {}
         self.views_of_matrices: set[tuple[int, str]] = set()
         self.streams: dict[str, frozenset[fx.Node]] = {}
+        self.rebuilt = {
+            kind.name: rebuilt_nodes(kind.graph, coster.again, coster.styles)
+            for kind in facts.model.kinds.values()
+        }
         self.twins: dict[Hashable, int] = {}
 
     def frame(self) -> Frame:
@@ -332,7 +356,8 @@ class _Maker:
         )
         view = self.outer.view(kind, node)
         is_view = family_of(node) is Family.VIEW
-        if node in self.coster.again and not is_view:
+        is_again = node in self.coster.again and not is_view
+        if is_again:
             self.kept.note_made_again(results)
         held = []
         for option in self.options[kind.name, node.name]:
@@ -348,6 +373,8 @@ class _Maker:
             results=results,
             options=self.options[kind.name, node.name],
             held=tuple(held),
+            is_again=is_again,
+            is_rebuilt=node in self.rebuilt[kind.name],
             twin=self.twins.setdefault(self.signature(kind, node, view), number),
         )
 
@@ -363,9 +390,11 @@ class _Maker:
             view.states,
             view.imbalance,
             view.dispatch,
+            self.traffic.of_op(kind.name, node.name, len(view.results)),
             copies(node),
             self.coster.style(node),
             node in self.coster.again,
+            node in self.rebuilt[kind.name],
             self.options[kind.name, node.name],
         )
 

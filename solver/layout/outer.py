@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import sympy
 import torch
 from torch import fx
 
@@ -103,7 +104,7 @@ class OuterAxes:
         shape = list(tensor.shape)
         for axis, state in zip(self.axes, states, strict=True):
             if state.is_sharded and not grows(shape[state.dim]):
-                shape[state.dim] = -(-shape[state.dim] // axis.size)
+                shape = list(shard_shape(shape, state, axis.size))
             elif axis.divides_batch and not state.is_sharded:
                 shape = [
                     size if isinstance(size, int) else size.subs(BATCH, axis.size * BATCH)
@@ -131,6 +132,21 @@ class OuterAxes:
             if tokens.is_sharded and experts.is_sharded and experts.dim == 0:
                 total *= axis.size
         return total
+
+
+def shard(tensor: TensorInfo, state: State, size: int) -> TensorInfo:
+    """``tensor`` as one of ``size`` ranks has it that do not share the batch."""
+    if size == 1 or not state.is_sharded or grows(tensor.shape[state.dim]):
+        return tensor
+    return replace(tensor, shape=shard_shape(tensor.shape, state, size))
+
+
+def shard_shape(
+    shape: Sequence[int | sympy.Expr], state: State, size: int
+) -> tuple[int | sympy.Expr, ...]:
+    """The shape of a shard in ``state``."""
+    dim = state.dim
+    return (*shape[:dim], -(-shape[dim] // size), *shape[dim + 1 :])
 
 
 def causal_imbalance(node: fx.Node, state: State, num_ranks: int) -> float:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from autopar.ir.graph import TensorInfo
 from autopar.ir.placement import State
 from autopar.solver.costs.saved import own_bytes
 from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.frame import Frame, FrameClass, FrameHeld, FrameOp, KeptInside
+from autopar.solver.layout.outer_comm import NO_COMM, OuterComm
 from autopar.solver.layout.problem import (
     Held,
     MoveCost,
@@ -20,16 +22,18 @@ from autopar.solver.layout.problem import (
 )
 
 
-def price(frame: Frame, coster: Coster) -> Problem:
+def price(frame: Frame, coster: Coster, comm: OuterComm = NO_COMM) -> Problem:
     """The problem whose choices are those of ``frame``, for ranks that cost what ``coster`` says.
+
+    ``comm`` is what the axes send that are typed already.
 
     Ops that are twins, and tensors that are alike, are costed once.
     """
     return Problem(
         frame=frame,
         values=_values(frame, coster),
-        ops=_ops(frame, coster),
-        classes=tuple(_state_class(found, coster) for found in frame.classes),
+        ops=_ops(frame, coster, comm),
+        classes=_classes(frame, coster, comm),
         held=tuple(
             Held(
                 kind=held.kind,
@@ -86,7 +90,7 @@ def _move(
 _NO_MOVE = MoveCost(0.0, 0.0)
 
 
-def _ops(frame: Frame, coster: Coster) -> tuple[Op, ...]:
+def _ops(frame: Frame, coster: Coster, comm: OuterComm) -> tuple[Op, ...]:
     found: list[Op] = []
     for number, op in enumerate(frame.ops):
         if op.twin < number:
@@ -95,7 +99,7 @@ def _ops(frame: Frame, coster: Coster) -> tuple[Op, ...]:
                 for option, held in zip(found[op.twin].options, op.held, strict=True)
             )
         else:
-            options = _options(op, coster)
+            options = _options(op, frame.kinds[op.kind], coster, comm)
         found.append(
             Op(
                 kind=op.kind,
@@ -118,24 +122,30 @@ def _keeping(option: OpOption, held: tuple[int, ...]) -> OpOption:
         backward_comm_s=option.backward_comm_s,
         forward_launch_s=option.forward_launch_s,
         backward_launch_s=option.backward_launch_s,
+        rebuilt_bytes=option.rebuilt_bytes,
         transient_bytes=option.transient_bytes,
         held=held,
     )
 
 
-def _options(op: FrameOp, coster: Coster) -> tuple[OpOption, ...]:
+def _options(op: FrameOp, kind: str, coster: Coster, comm: OuterComm) -> tuple[OpOption, ...]:
     found: list[OpOption] = []
     for option, held in zip(op.options, op.held, strict=True):
-        seconds = coster.op(op.node, op.view, option)
+        seconds, name = coster.op(op.node, op.view, option), op.node.name
+        outer = [comm.helped(kind, name, option)]
+        outer += [comm.made(kind, name, n, state) for n, state in enumerate(option.results)]
+        forward = sum(cost.forward_s for cost in outer)
+        backward = sum(cost.backward_s for cost in outer)
         found.append(
             OpOption(
                 option=option,
-                forward_s=seconds.forward_s,
-                backward_s=seconds.backward_s,
-                forward_comm_s=seconds.forward_comm_s,
-                backward_comm_s=seconds.backward_comm_s,
+                forward_s=seconds.forward_s + forward,
+                backward_s=seconds.backward_s + backward,
+                forward_comm_s=seconds.forward_comm_s + forward,
+                backward_comm_s=seconds.backward_comm_s + backward,
                 forward_launch_s=seconds.forward_launch_s,
                 backward_launch_s=seconds.backward_launch_s,
+                rebuilt_bytes=_rebuilt_bytes(op, option, coster),
                 transient_bytes=coster.transient_bytes(op.node, op.view, option),
                 held=held,
             )
@@ -143,7 +153,43 @@ def _options(op: FrameOp, coster: Coster) -> tuple[OpOption, ...]:
     return tuple(found)
 
 
-def _state_class(found: FrameClass, coster: Coster) -> StateClass:
+def _rebuilt_bytes(op: FrameOp, option: Option, coster: Coster) -> int:
+    """Of an op that backward computes again: its results, if they are read, and its own bytes."""
+    if not op.is_again:
+        return 0
+    made = 0
+    if op.is_rebuilt:
+        pairs = zip(op.view.results, option.results, strict=True)
+        made = sum(coster.bytes(tensor, state) for tensor, state in pairs)
+    return made + _own_bytes(KeptInside(node=op.node, view=op.view, option=option), coster)
+
+
+def _classes(frame: Frame, coster: Coster, comm: OuterComm) -> tuple[StateClass, ...]:
+    outer: list[dict[int, tuple[MoveCost, ...]]] = [{} for _ in frame.classes]
+    for value in frame.values:
+        if value.state_class is None:
+            continue
+        costs = [
+            comm.made(frame.kinds[value.kind], value.node, value.result, state)
+            for state in value.states
+        ]
+        own = outer[value.state_class]
+        known = own.get(value.kind, (_NO_MOVE,) * len(costs))
+        total = tuple(
+            MoveCost(a.forward_s + b.forward_s, a.backward_s + b.backward_s)
+            for a, b in zip(known, costs, strict=True)
+        )
+        if any(cost != _NO_MOVE for cost in total):
+            own[value.kind] = total
+    return tuple(
+        _state_class(found, coster, costs)
+        for found, costs in zip(frame.classes, outer, strict=True)
+    )
+
+
+def _state_class(
+    found: FrameClass, coster: Coster, outer: Mapping[int, tuple[MoveCost, ...]]
+) -> StateClass:
     return StateClass(
         role=found.role,
         states=found.states,
@@ -153,6 +199,7 @@ def _state_class(found: FrameClass, coster: Coster) -> StateClass:
         ),
         numel=tuple(coster.numel(found.tensor, state) for state in found.states),
         num_members=found.num_members,
+        outer=outer,
     )
 
 
@@ -160,12 +207,16 @@ def held_bytes(held: FrameHeld, coster: Coster) -> int:
     """Bytes of a tensor that is kept, on one rank."""
     what = held.what
     if isinstance(what, KeptInside):
-        return math.ceil(
-            own_bytes(
-                what.node,
-                coster.operand_shapes(what.view, what.option),
-                dispatch=coster.dispatch(what.view, what.option),
-                style=coster.style(what.node),
-            )
-        )
+        return _own_bytes(what, coster)
     return math.ceil(coster.bytes(what.tensor, what.state) * what.copies)
+
+
+def _own_bytes(inside: KeptInside, coster: Coster) -> int:
+    return math.ceil(
+        own_bytes(
+            inside.node,
+            coster.operand_shapes(inside.view, inside.option),
+            dispatch=coster.dispatch(inside.view, inside.option),
+            style=coster.style(inside.node),
+        )
+    )

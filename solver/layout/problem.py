@@ -42,6 +42,7 @@ class StateClass:
         step_s: Seconds per step that a state costs (reduction of gradients), all members together.
         numel: Elements of one member on a rank, by state.
         num_members: Parameters of the class in the whole model (0 for other roles).
+        outer: Moves on typed axes in a block of each kind, by state; kinds without any left out.
     """
 
     role: ClassRole
@@ -49,6 +50,7 @@ class StateClass:
     step_s: tuple[float, ...]
     numel: tuple[int, ...]
     num_members: int
+    outer: Mapping[int, tuple[MoveCost, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +76,12 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpOption:
-    """An option with its costs: seconds per micro-batch, collectives in it included and apart.
+    """An option with its costs: seconds per micro-batch, collectives in it included and apart, with
+    what typed axes send of its results.
 
     ``held`` are the tensors that autograd keeps when the op takes this option. The host launches
-    the op's kernels in ``forward_launch_s`` and ``backward_launch_s``.
+    the op's kernels in ``forward_launch_s`` and ``backward_launch_s``. ``rebuilt_bytes`` are there
+    when backward has computed the op again.
     """
 
     option: Option
@@ -89,6 +93,7 @@ class OpOption:
     held: tuple[int, ...]
     forward_launch_s: float = 0.0
     backward_launch_s: float = 0.0
+    rebuilt_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +238,7 @@ class KindCost:
         forward_s, backward_s: Seconds, collectives of the axis included.
         forward_comm_s, backward_comm_s: The part of the collectives.
         held_bytes: What autograd keeps.
+        rebuilt_bytes: What is there beside it when backward has computed single ops again.
         transient_bytes: The most that one op needs beside what is kept.
         forward_launch_s, backward_launch_s: What the host needs to launch all kernels: the block
             takes no less.
@@ -244,5 +250,6 @@ class KindCost:
     backward_comm_s: float
     held_bytes: int
     transient_bytes: int
+    rebuilt_bytes: int = 0
     forward_launch_s: float = 0.0
     backward_launch_s: float = 0.0

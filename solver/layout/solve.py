@@ -63,9 +63,6 @@ class ProblemSolver:
         """What these kinds add to the objective at the least, whatever the others do."""
         chosen = frozenset(kinds)
         tables = tables_of(self.problem.frame, chosen)
-        if tables.elimination is not None:
-            vector = self._cost_vector(weights)
-            return minimize(tables.elimination, fill(tables, vector))[0]
 
         def of_kinds(values: Sequence[float]) -> tuple[float, ...]:
             return tuple(v if kind in chosen else 0.0 for kind, v in enumerate(values))
@@ -76,6 +73,9 @@ class ProblemSolver:
             backward=of_kinds(weights.backward),
             held=of_kinds(weights.held),
         )
+        if tables.elimination is not None:
+            vector = self._cost_vector(only)
+            return minimize(tables.elimination, fill(tables, vector))[0]
         return self.solve(only).bound
 
     def _cost_vector(self, weights: Weights) -> Floats:

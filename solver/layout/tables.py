@@ -80,6 +80,8 @@ class Costs:
     step_s: Floats
     numel: Floats
     state_class: NDArray[np.intp]
+    outer_forward_s: Floats  # of states: a row for each kind
+    outer_backward_s: Floats
 
 
 def costs_of(problem: Problem) -> Costs:
@@ -90,6 +92,14 @@ def costs_of(problem: Problem) -> Costs:
         for value in problem.values
         for move in value.moves.values()
     ]
+    outer_forward_s = np.zeros((len(problem.kinds), sum(len(c.states) for c in problem.classes)))
+    outer_backward_s, first = np.zeros(outer_forward_s.shape), 0
+    for found in problem.classes:
+        for kind, moves in found.outer.items():
+            own = slice(first, first + len(moves))
+            outer_forward_s[kind, own] = [move.forward_s for move in moves]
+            outer_backward_s[kind, own] = [move.backward_s for move in moves]
+        first += len(found.states)
     return Costs(
         kind=np.array([kind for kind, _, _ in seconds], dtype=np.intp),
         forward_s=np.array([forward for _, forward, _ in seconds]),
@@ -102,6 +112,8 @@ def costs_of(problem: Problem) -> Costs:
             [index for index, found in enumerate(problem.classes) for _ in found.states],
             dtype=np.intp,
         ),
+        outer_forward_s=outer_forward_s,
+        outer_backward_s=outer_backward_s,
     )
 
 
@@ -113,7 +125,10 @@ def cost_vector(costs: Costs, weights: Weights) -> Floats:
         [
             forward[costs.kind] * costs.forward_s + backward[costs.kind] * costs.backward_s,
             np.array(weights.held)[costs.held_kind] * costs.held_bytes,
-            weights.step * costs.step_s + parameters[costs.state_class] * costs.numel,
+            weights.step * costs.step_s
+            + parameters[costs.state_class] * costs.numel
+            + forward @ costs.outer_forward_s
+            + backward @ costs.outer_backward_s,
         ]
     )
 
