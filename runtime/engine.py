@@ -274,6 +274,7 @@ def schedule_of(plan: Plan) -> Schedule:
         [segment.stage for segment in plan.segments],
         plan.batch.num_micro_batches,
         zero_stage=plan.schedule.zero_stage,
+        extra_in_flight=plan.schedule.extra_in_flight,
     )
 
 

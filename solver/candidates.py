@@ -11,6 +11,7 @@ from autopar.ir.errors import InputError
 from autopar.ir.kernels import DEFAULT_KERNELS, parse_kernels
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import RecomputeName, ScheduleName
+from autopar.ir.schedules import DEEPENED
 from autopar.solver.hardware import Cluster
 
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
@@ -19,16 +20,22 @@ INTEGER_PINS = (
     "micro_batch_size",
     "zero_stage",
     "virtual_stages",
+    "extra_in_flight",
     "sequence_parallel",
     "loss_parallel",
 )
 CHOICE_PINS: Mapping[str, tuple[str, ...]] = {
     "recompute": get_args(RecomputeName),
-    "schedule": ("1f1b", "interleaved", "layered"),
+    "schedule": get_args(ScheduleName),
     "cuts": ("balanced", "even"),
 }
 KERNEL_PIN = "kernel"
-_RANGES = {"zero_stage": (0, 3), "sequence_parallel": (0, 1), "loss_parallel": (0, 1)}
+_RANGES: Mapping[str, tuple[int, int | None]] = {
+    "zero_stage": (0, 3),
+    "sequence_parallel": (0, 1),
+    "loss_parallel": (0, 1),
+    "extra_in_flight": (0, None),
+}
 LONG_SEQUENCE = 32768
 """Sequences of so many tokens are searched for a context axis."""
 
@@ -105,6 +112,7 @@ class Candidate:
     sequence_parallel: bool | None = None
     loss_parallel: bool = True
     cuts: CutsName = "balanced"
+    extra_in_flight: int = 0  # beyond what 1F1B needs; see ``orders.most_forwards``
 
     @property
     def way(self) -> Way:
@@ -174,6 +182,7 @@ class Candidate:
             f"micro-batch {self.micro_batch_size} × {self.num_micro_batches}, "
             f"ZeRO {self.zero_stage}, recompute {self._recompute_text()}, {self.schedule}"
             + (f" × {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else "")
+            + (f", {self.extra_in_flight} more in flight" if self.extra_in_flight else "")
         )
 
 
@@ -304,6 +313,17 @@ def _check_virtual(pin: Pins) -> None:
             f"schedule='interleaved' and {alone} are pinned, but it needs several virtual stages "
             "on each of several stages"
         )
+    if pin.get("schedule") == "zero_bubble" and (virtual not in (None, 1) or pp == 1):
+        pinned = "pp=1" if pp == 1 else f"virtual_stages={virtual}"
+        raise InputError(
+            f"schedule='zero_bubble' and {pinned} are pinned, but it needs several stages, and "
+            "knows no virtual ones"
+        )
+    if pin.get("extra_in_flight") and pin.get("schedule", "1f1b") not in DEEPENED:
+        raise InputError(
+            f"extra_in_flight={pin['extra_in_flight']} and schedule={pin['schedule']!r} are "
+            f"pinned; only {' and '.join(DEEPENED)} can have more micro-batches in flight"
+        )
 
 
 def candidates(
@@ -422,6 +442,7 @@ def _of_mesh(
                         sequence_parallel=None if sharded is None else bool(sharded),
                         loss_parallel=bool(pin.get("loss_parallel", 1)),
                         cuts=cast("CutsName", pin.get("cuts", "balanced")),
+                        extra_in_flight=int(pin.get("extra_in_flight", 0)),
                     )
                     if _holds(candidate, pin):
                         yield candidate
@@ -460,6 +481,10 @@ def _schedules(pp: int, model: Divisible, pin: Pins) -> Iterator[tuple[ScheduleN
         names: tuple[ScheduleName, ...] = ("1f1b", "layered")
         if number > 1:
             names = ("interleaved", "layered")
+        elif pinned == "zero_bubble" and pp > 1:  # not searched otherwise
+            names = ("zero_bubble",)
+        if pin.get("extra_in_flight"):
+            names = tuple(name for name in names if name in DEEPENED)
         for name in names:
             wanted = pinned is None or pinned == name
             if wanted or (pinned == "1f1b" and "virtual_stages" in pin and name == "interleaved"):

@@ -6,9 +6,9 @@ import functools
 
 import numpy as np
 
-from autopar.ir.orders import chunks_of, interleaved_order
+from autopar.ir.orders import chunks_of, interleaved_order, most_forwards, most_waiting
 from autopar.ir.schedule import ActionKind
-from autopar.ir.schedules import modular_stages
+from autopar.ir.schedules import DEEPENED, modular_stages
 from autopar.solver.candidates import Candidate
 from autopar.solver.facts import Floats
 
@@ -22,8 +22,8 @@ def in_flight(candidate: Candidate, stage: int) -> Floats:
     num, pp = candidate.num_micro_batches, candidate.pp
     if candidate.schedule == "layered":
         return np.full((1, candidate.virtual_stages), float(num))
-    if candidate.schedule == "1f1b":
-        return np.full((1, 1), float(min(num, pp - stage)))
+    if candidate.schedule in DEEPENED:
+        return np.full((1, 1), float(most_forwards(pp, stage, num, candidate.extra_in_flight)))
     return _interleaved(pp, candidate.virtual_stages, _enough(num, pp), stage)
 
 
@@ -32,9 +32,37 @@ def most_in_flight(candidate: Candidate) -> int:
     num, pp = candidate.num_micro_batches, candidate.pp
     if candidate.schedule == "layered":
         return num
-    if candidate.schedule == "1f1b":
-        return min(num, pp)
+    if candidate.schedule in DEEPENED:
+        return most_forwards(pp, 0, num, candidate.extra_in_flight)
     return int(in_flight(candidate, 0).max())
+
+
+def in_parts(candidate: Candidate, stage: int) -> tuple[tuple[int, int], ...]:
+    """The fullest moments of a stage whose backwards are in two parts: micro-batches in flight, and
+    those whose weight part waits. None for other schedules.
+    """
+    if candidate.schedule != "zero_bubble":
+        return ()
+    num, extra = candidate.num_micro_batches, candidate.extra_in_flight
+    return _in_parts(candidate.pp, stage, num, extra)
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_parts(pp: int, stage: int, num: int, extra: int) -> tuple[tuple[int, int], ...]:
+    """Before and after the first input parts: once so many wait, nothing is fuller."""
+    flying = most_forwards(pp, stage, num, extra)
+    waiting = most_waiting(pp, stage, num, extra)
+    moments: set[tuple[int, int]] = set()
+    for done in range(min(num - 1, waiting) + 1):
+        left = min(num, flying + done) - done
+        moments |= {(left, done), (left - 1, done + 1)}
+    return tuple(
+        sorted(
+            one
+            for one in moments
+            if not any(one != o and one[0] <= o[0] and one[1] <= o[1] for o in moments)
+        )
+    )
 
 
 def _enough(num_micro_batches: int, pp: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.ir.errors import InputError
-from autopar.ir.plan import Plan
+from autopar.ir.plan import ActionCosts, Plan
 from autopar.ir.schedules import compact_schedule
 from autopar.solver.simulate import SegmentTimes, Simulation, simulate
 
@@ -24,23 +24,31 @@ def simulate_plan(plan: Plan, *, record: bool = False) -> Simulation:
             "the plan does not store the costs of its actions, so that it cannot be simulated",
             hint="plan again with this version of autopar",
         )
-    segments = costs.segments
     return simulate(
         compact_schedule(
             plan.schedule.name,
             [segment.stage for segment in plan.segments],
             plan.batch.num_micro_batches,
             zero_stage=plan.schedule.zero_stage,
+            extra_in_flight=plan.schedule.extra_in_flight,
         ),
-        SegmentTimes(
-            forward_s=tuple(segment.forward_s for segment in segments),
-            backward_s=tuple(segment.backward_s for segment in segments),
-            gather_s=tuple(segment.gather_s for segment in segments),
-            reduce_s=tuple(segment.reduce_s for segment in segments),
-            send_s=tuple(segment.send_s for segment in segments),
-            held_bytes=tuple(segment.held_bytes for segment in segments),
-        ),
+        segment_times_of(costs),
         optimizer_s=costs.optimizer_s,
         slowdown=costs.slowdown,
         record=record,
+    )
+
+
+def segment_times_of(costs: ActionCosts) -> SegmentTimes:
+    """The costs that a plan stores, as the simulator takes them."""
+    segments = costs.segments
+    return SegmentTimes(
+        forward_s=tuple(segment.forward_s for segment in segments),
+        backward_s=tuple(segment.backward_s for segment in segments),
+        gather_s=tuple(segment.gather_s for segment in segments),
+        reduce_s=tuple(segment.reduce_s for segment in segments),
+        send_s=tuple(segment.send_s for segment in segments),
+        held_bytes=tuple(segment.held_bytes for segment in segments),
+        weight_s=tuple(segment.weight_s for segment in segments),
+        weight_bytes=tuple(segment.weight_bytes for segment in segments),
     )

@@ -11,20 +11,22 @@ timeline is recorded, its actions are simulated one by one.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.errors import ScheduleError
-from autopar.ir.schedule import Action, ActionKind, CompactSchedule, Run, Schedule
+from autopar.ir.schedule import COMPUTING, Action, ActionKind, CompactSchedule, Run, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentTimes:
     """Seconds of each segment's actions; ``send_s`` is the message to the next stage, either way.
 
-    ``held_bytes`` live from a forward to its backward.
+    ``held_bytes`` live from a forward to its backward. Of a backward in two parts, ``weight_s`` of
+    ``backward_s`` is the weight part, and ``weight_bytes`` live between the parts; none by default.
     """
 
     forward_s: tuple[float, ...]
@@ -33,6 +35,30 @@ class SegmentTimes:
     reduce_s: tuple[float, ...]
     send_s: tuple[float, ...]
     held_bytes: tuple[int, ...]
+    weight_s: tuple[float, ...] = ()
+    weight_bytes: tuple[int, ...] = ()
+
+    def seconds(self, kind: ActionKind, segment: int) -> float:
+        """Of a computing action."""
+        if kind is ActionKind.FORWARD:
+            return self.forward_s[segment]
+        weight_s = self.weight_s[segment] if self.weight_s else 0.0
+        if kind is ActionKind.BACKWARD_WEIGHT:
+            return weight_s
+        backward_s = self.backward_s[segment]
+        return backward_s if kind is ActionKind.BACKWARD else backward_s - weight_s
+
+    def more_bytes(self, kind: ActionKind, segment: int) -> int:
+        """How much more is held after a computing action than before it."""
+        held, waiting = self.held_bytes[segment], 0
+        if self.weight_bytes:
+            waiting = self.weight_bytes[segment]
+        return {
+            ActionKind.FORWARD: held,
+            ActionKind.BACKWARD: -held,
+            ActionKind.BACKWARD_INPUT: waiting - held,
+            ActionKind.BACKWARD_WEIGHT: -waiting,
+        }[kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +78,8 @@ class Simulation:
         step_s: Until the last stage's optimizer is done.
         busy_s: Compute of each stage, without waiting.
         exposed_s: Waiting for gathers and reductions, by stage.
-        peak_held_bytes: The most that forwarded and not yet backwarded segments hold, by stage.
+        peak_held_bytes: The most that forwarded and not yet backwarded segments hold, by stage; of
+            backwards in two parts also what lives between them.
         timeline: Computing and communicating actions of each stage, where it is recorded.
         messages: Sends of each stage until they arrive, where the timeline is recorded.
     """
@@ -140,13 +167,18 @@ def _one_by_one(schedule: Schedule) -> tuple[tuple[Run | Action, ...], ...]:
         for action in actions:
             if action.kind in (ActionKind.RECEIVE_ACTIVATIONS, ActionKind.RECEIVE_GRADIENTS):
                 posted.add(action)
-            elif action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+            elif action.kind in COMPUTING:
                 run = Run(action.kind, (action.segment,), action.micro_batch)
-                items.append(run._replace(receives=run.receive in posted))
+                waits = action.kind is not ActionKind.BACKWARD_WEIGHT and run.receive in posted
+                items.append(run._replace(receives=waits))
             else:
                 items.append(action)
         stages.append(tuple(items))
     return tuple(stages)
+
+
+_Totals = tuple[float, int, int, float, int]
+"""Of one micro-batch through some segments: see ``_Rank.totals``."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -167,8 +199,10 @@ class _Rank:
     peak_bytes: int = 0
     gathered: dict[int, float] = field(default_factory=dict)
     comm: deque[tuple[float, float]] = field(default_factory=deque)
-    forward: dict[tuple[int, ...], tuple[float, int, float, int]] = field(default_factory=dict)
-    backward: dict[tuple[int, ...], tuple[float, int, float, int]] = field(default_factory=dict)
+    forward: dict[tuple[int, ...], _Totals] = field(default_factory=dict)
+    backward: dict[tuple[int, ...], _Totals] = field(default_factory=dict)
+    input_part: dict[tuple[int, ...], _Totals] = field(default_factory=dict)
+    weight_part: dict[tuple[int, ...], _Totals] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     sent: list[Event] = field(default_factory=list)
 
@@ -194,6 +228,10 @@ class _Rank:
             known, key = self.backward, 2 * micro_batch
             if kind is ActionKind.FORWARD:
                 known, key = self.forward, key + 1
+            elif kind is ActionKind.BACKWARD_INPUT:
+                known = self.input_part
+            elif kind is ActionKind.BACKWARD_WEIGHT:
+                known = self.weight_part
             if receives:
                 arrival = messages.get(segments[0] * num_all + key)
                 if arrival is None:
@@ -202,8 +240,8 @@ class _Rank:
                     clock = arrival
             found = known.get(segments)
             if found is None:
-                found = known[segments] = self.totals(kind is ActionKind.FORWARD, segments)
-            seconds, more_bytes, send_s, target = found
+                found = known[segments] = self.totals(kind, segments)
+            seconds, more_bytes, most_bytes, send_s, target = found
             if record or comm_clock > clock:
                 self.clock, self.busy_s = clock, busy_s
                 self.compute_each(item, num * seconds)
@@ -211,6 +249,8 @@ class _Rank:
             else:
                 clock += num * seconds
                 busy_s += num * seconds
+            if most_bytes > more_bytes and held_bytes + most_bytes > peak_bytes:
+                peak_bytes = held_bytes + most_bytes
             held_bytes += num * more_bytes
             if held_bytes > peak_bytes:
                 peak_bytes = held_bytes
@@ -223,23 +263,23 @@ class _Rank:
         self.held_bytes, self.peak_bytes = held_bytes, peak_bytes
         return position > started
 
-    def totals(self, forward: bool, segments: tuple[int, ...]) -> tuple[float, int, float, int]:
-        """Of one micro-batch through ``segments``: seconds, bytes that are held more afterwards,
-        seconds of the message that may follow, and the segment that it goes to.
+    def totals(self, kind: ActionKind, segments: tuple[int, ...]) -> _Totals:
+        """Of one micro-batch through ``segments``: seconds, bytes that are held more afterwards, and
+        after any of them at the most, seconds of the message that may follow, and the segment that
+        it goes to.
         """
-        seconds = self.times.forward_s if forward else self.times.backward_s
-        target = segments[-1] + 1 if forward else segments[-1] - 1
-        held_bytes = sum(self.times.held_bytes[segment] for segment in segments)
+        target = segments[-1] + (1 if kind is ActionKind.FORWARD else -1)
+        more_bytes = [self.times.more_bytes(kind, segment) for segment in segments]
         return (
-            math.fsum(seconds[segment] for segment in segments),
-            held_bytes if forward else -held_bytes,
+            math.fsum(self.times.seconds(kind, segment) for segment in segments),
+            sum(more_bytes),
+            max(itertools.accumulate(more_bytes)),
             self.times.send_s[min(segments[-1], target)],
             target,
         )
 
     def compute_each(self, run: Run, seconds: float) -> None:
         """The actions of a run one by one, as long as communication runs beside them."""
-        each = self.times.forward_s if run.kind is ActionKind.FORWARD else self.times.backward_s
         left = seconds
         for action in run.actions():
             if self.comm_clock <= self.clock and not self.record:
@@ -247,9 +287,11 @@ class _Rank:
                 self.clock += left
                 self.busy_s += left
                 return
-            self.wait_for_comm(self.gathered.get(action.segment, 0.0))
-            self.occupy(action, each[action.segment])
-            left -= each[action.segment]
+            if run.kind is not ActionKind.BACKWARD_WEIGHT:  # which reads no parameters
+                self.wait_for_comm(self.gathered.get(action.segment, 0.0))
+            taken = self.times.seconds(run.kind, action.segment)
+            self.occupy(action, taken)
+            left -= taken
 
     def run_action(self, action: Action) -> None:
         kind, segment = action.kind, action.segment

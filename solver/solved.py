@@ -58,6 +58,7 @@ def simulate_cuts(
         [stage for stage, _, _ in segments],
         candidate.num_micro_batches,
         zero_stage=candidate.zero_stage,
+        extra_in_flight=candidate.extra_in_flight,
     )
     times = segment_times(stager, segments)
     simulation = simulate(

@@ -8,10 +8,11 @@ what forwards keep until their backwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from autopar.ir.plan import Plan
-from autopar.ir.schedule import Action, ActionKind
+from autopar.ir.schedule import COMPUTING, RETURNING, Action, ActionKind
+from autopar.solver.replay import segment_times_of
 from autopar.solver.simulate import Event, Simulation
 
 TraceEvent = dict[str, object]
@@ -87,20 +88,21 @@ def _arguments(plan: Plan, action: Action) -> dict[str, object]:
 
 
 def _memory(plan: Plan, stage: int, events: tuple[Event, ...]) -> Iterator[TraceEvent]:
-    """Forwards take what they hold when they start, backwards give it back when they end."""
+    """Forwards take what they hold when they start, backwards give it back when they end; input
+    parts leave what weight parts need.
+    """
     costs = plan.prediction.action_costs
     assert costs is not None
+    times = segment_times_of(costs)
     causes = plan.prediction.ranks[stage].bytes_by_cause
     base, held = sum(causes.get(cause, 0) for cause in PERSISTENT), 0
     yield _counter(stage, 0.0, base, held)
     for event in events:
         action = event.action
-        if action.kind is ActionKind.FORWARD:
-            held += costs.segments[action.segment].held_bytes
-            yield _counter(stage, event.start_s, base, held)
-        elif action.kind is ActionKind.BACKWARD:
-            held -= costs.segments[action.segment].held_bytes
-            yield _counter(stage, event.end_s, base, held)
+        if action.kind in COMPUTING:
+            held += times.more_bytes(action.kind, action.segment)
+            is_forward = action.kind is ActionKind.FORWARD
+            yield _counter(stage, event.start_s if is_forward else event.end_s, base, held)
 
 
 def _counter(stage: int, seconds: float, base: int, held: int) -> TraceEvent:
@@ -124,10 +126,10 @@ def _messages(simulation: Simulation) -> Iterator[TraceEvent]:
         for message in messages:
             action, number = message.action, number + 1
             forward = action.kind is ActionKind.SEND_ACTIVATIONS
-            kind = ActionKind.FORWARD if forward else ActionKind.BACKWARD
+            kinds = (ActionKind.FORWARD,) if forward else RETURNING
             target = action.segment + 1 if forward else action.segment - 1
-            _, made = slices[Action(kind, action.segment, action.micro_batch)]
-            receiver, waits = slices[Action(kind, target, action.micro_batch)]
+            _, made = _first(slices, kinds, action.segment, action.micro_batch)
+            receiver, waits = _first(slices, kinds, target, action.micro_batch)
             common: TraceEvent = {"cat": "message", "name": str(action), "id": number}
             for phase, seconds in (("b", message.start_s), ("e", message.end_s)):
                 time = _nanoseconds(seconds) / 1e3
@@ -140,6 +142,18 @@ def _messages(simulation: Simulation) -> Iterator[TraceEvent]:
                 "tid": COMPUTE,
                 "ts": _middle(waits),
             }
+
+
+_Slices = Mapping[Action, tuple[int, Event]]
+"""Stage and event of each action."""
+
+
+def _first(
+    slices: _Slices, kinds: tuple[ActionKind, ...], segment: int, micro_batch: int
+) -> tuple[int, Event]:
+    """The slice of the first of ``kinds`` that the schedule has."""
+    actions = (Action(kind, segment, micro_batch) for kind in kinds)
+    return next(slices[action] for action in actions if action in slices)
 
 
 def _middle(event: Event) -> float:

@@ -17,12 +17,13 @@ INTEGER_PINS = (
     "micro_batch_size",
     "zero_stage",
     "virtual_stages",
+    "extra_in_flight",
     "sequence_parallel",
     "loss_parallel",
 )
 CHOICE_PINS = {
     "recompute": ("none", "selective", "selective_op", "selective_layer", "blocks", "full"),
-    "schedule": ("1f1b", "interleaved", "layered"),
+    "schedule": ("1f1b", "interleaved", "layered", "zero_bubble"),
     "cuts": ("balanced", "even"),
 }
 TEXT_PINS = ("kernel",)

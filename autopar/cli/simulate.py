@@ -39,8 +39,9 @@ def _document(simulation: api.Simulation) -> dict[str, object]:
 def _text(plan: Plan, simulation: api.Simulation) -> str:
     schedule, batch = plan.schedule, plan.batch
     virtual = f" × {schedule.virtual_stages} virtual stages" * (schedule.virtual_stages > 1)
+    extra = f", {schedule.extra_in_flight} more in flight" * (schedule.extra_in_flight > 0)
     title = (
-        f"step {seconds_text(simulation.step_s)}: {schedule.name}{virtual}, ZeRO stage "
+        f"step {seconds_text(simulation.step_s)}: {schedule.name}{virtual}{extra}, ZeRO stage "
         f"{schedule.zero_stage}, {batch.num_micro_batches} micro-batches"
     )
     rows = [("stage", "busy", "exposed", "waiting", "bubble", "holds at most")]

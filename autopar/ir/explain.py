@@ -72,6 +72,7 @@ def _decisions(plan: Plan) -> str:
             "schedule",
             schedule.name
             + (f" × {schedule.virtual_stages} virtual stages" * (schedule.virtual_stages > 1))
+            + f", {schedule.extra_in_flight} more in flight" * (schedule.extra_in_flight > 0)
             + f", ZeRO stage {schedule.zero_stage}, recompute {schedule.recompute}",
         ),
         (

@@ -19,7 +19,7 @@ class Pass(NamedTuple):
     (from ``micro_batch`` on) through one segment.
     """
 
-    kind: ActionKind  # one of COMPUTE
+    kind: ActionKind  # one of COMPUTING
     segments: tuple[int, ...]
     micro_batch: int
     num_micro_batches: int = 1

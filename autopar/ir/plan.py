@@ -19,11 +19,12 @@ from autopar.ir.layout import Layout, NodeTyping
 from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, TENSOR_AXIS, Mesh
 from autopar.ir.placement import Placement, parse_state
 from autopar.ir.plan_search import STRICT, Alternative, ObjectivePlan, SearchReport, WhatIf
+from autopar.ir.schedules import DEEPENED
 
 PLAN_FORMAT: Literal["autopar-plan"] = "autopar-plan"
 PLAN_VERSION: Literal[1] = 1
 
-ScheduleName = Literal["1f1b", "interleaved", "layered"]
+ScheduleName = Literal["1f1b", "interleaved", "layered", "zero_bubble"]
 RecomputeName = Literal["none", "selective", "selective_op", "selective_layer", "blocks", "full"]
 PrecisionName = Literal["bf16", "fp16", "fp32", "float64"]
 
@@ -76,7 +77,8 @@ class BatchPlan:
 class SchedulePlan:
     """Order of the work: schedule, recomputation, ZeRO stage, virtual stages on each stage; and by
     which kernels it is done (``autopar.ir.kernels``). ``recomputed_blocks`` are those of
-    ``recompute`` "blocks".
+    ``recompute`` "blocks"; ``extra_in_flight`` are micro-batches that stages run ahead more than
+    1F1B needs.
     """
 
     name: ScheduleName
@@ -85,6 +87,7 @@ class SchedulePlan:
     kernels: str = DEFAULT_KERNELS
     virtual_stages: int = 1
     recomputed_blocks: tuple[int, ...] = ()
+    extra_in_flight: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
@@ -207,7 +210,8 @@ def critical_of(ranks: Sequence[RankPrediction]) -> RankPrediction:
 class SegmentCosts:
     """Seconds of a segment's actions on a rank, each for one micro-batch; ``send_s`` is that of the
     message to the next segment's stage and of the one back. ``held_bytes`` live from a forward to
-    its backward.
+    its backward. Of a backward in two parts, ``weight_s`` of ``backward_s`` is the weight part, and
+    ``weight_bytes`` live between the parts.
     """
 
     forward_s: float
@@ -216,6 +220,8 @@ class SegmentCosts:
     reduce_s: float
     send_s: float
     held_bytes: int
+    weight_s: float = 0.0
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
@@ -420,6 +426,7 @@ def _check_schedule(schedule: SchedulePlan, stages: list[int], where: str) -> No
         "1f1b": virtual == 1,
         "interleaved": virtual > 1,
         "layered": virtual >= 1,
+        "zero_bubble": virtual == 1,
     }
     if not is_possible[schedule.name]:
         raise PlanFormatError(
@@ -449,6 +456,7 @@ def _check_costs(plan: Plan, costs: ActionCosts, where: str) -> None:
     for segment in costs.segments:
         numbers += [segment.forward_s, segment.backward_s, segment.gather_s]
         numbers += [segment.reduce_s, segment.send_s, segment.held_bytes]
+        numbers += [segment.weight_s, segment.weight_bytes, segment.backward_s - segment.weight_s]
     for number in numbers:
         if not 0 <= number < math.inf:
             raise PlanFormatError(f"action costs: {number} is out of range", where=where)
@@ -501,9 +509,14 @@ def _check_layout_axes(plan: Plan, where: str) -> None:
 
 def _check_settings(plan: Plan, where: str) -> None:
     """Numbers with which every step would run, and be wrong."""
-    training = plan.training
+    training, schedule = plan.training, plan.schedule
+    extra = schedule.extra_in_flight
     ranges = {
-        "schedule.zero_stage": (plan.schedule.zero_stage, 0 <= plan.schedule.zero_stage <= 3),
+        "schedule.zero_stage": (schedule.zero_stage, 0 <= schedule.zero_stage <= 3),
+        "schedule.extra_in_flight": (
+            extra,
+            extra == 0 or (extra > 0 and schedule.name in DEEPENED),
+        ),
         "training.learning_rate": (training.learning_rate, 0 <= training.learning_rate < math.inf),
         "training.weight_decay": (training.weight_decay, 0 <= training.weight_decay < math.inf),
         "training.eps": (training.eps, 0 <= training.eps < math.inf),

@@ -79,7 +79,7 @@ class Schedule:
         )
 
 
-COMPUTE = frozenset(
+COMPUTING = frozenset(
     {
         ActionKind.FORWARD,
         ActionKind.BACKWARD,
@@ -103,7 +103,7 @@ class Run(NamedTuple):
     micro-batches through one segment. A tuple, because schedules have tens of thousands of them.
     """
 
-    kind: ActionKind  # one of COMPUTE
+    kind: ActionKind  # one of COMPUTING
     segments: tuple[int, ...]
     micro_batch: int
     num_micro_batches: int = 1

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Set
 
 from autopar.ir.errors import ScheduleError
-from autopar.ir.schedule import COMPUTE, FINISHING, RETURNING, Action, ActionKind, Schedule
+from autopar.ir.schedule import COMPUTING, FINISHING, RETURNING, Action, ActionKind, Schedule
 
 Channel = tuple[int, int, bool]
 """Source stage, target stage, and whether it carries activations (else gradients). Messages keep
@@ -78,7 +78,7 @@ def makespan(
                 ready = _ready_at(schedule, action, done)
                 if ready is None:
                     break
-                if action.kind in COMPUTE:
+                if action.kind in COMPUTING:
                     clocks[stage] = max(clocks[stage], ready) + durations[action.kind]
                 done.setdefault(action, clocks[stage])
                 positions[stage] += 1
@@ -108,7 +108,7 @@ def receive_of(schedule: Schedule, action: Action) -> Action | None:
 
 def _ready_at(schedule: Schedule, action: Action, done: dict[Action, float]) -> float | None:
     """When the inputs of ``action`` exist, or None if they do not yet."""
-    if action.kind not in COMPUTE:
+    if action.kind not in COMPUTING:
         return 0.0
     segment, micro_batch = action.segment, action.micro_batch
     received = receive_of(schedule, action)

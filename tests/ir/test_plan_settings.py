@@ -23,6 +23,7 @@ from tests.runtime.cases import Setup, make_plan
         ("training", "max_grad_norm", -1.0),  # would turn every gradient around
         ("training", "max_grad_norm", 0.0),
         ("schedule", "zero_stage", 4),
+        ("schedule", "extra_in_flight", -1),
     ],
 )
 def test_settings_out_of_range_are_refused(section: str, field: str, value: object) -> None:
@@ -31,3 +32,12 @@ def test_settings_out_of_range_are_refused(section: str, field: str, value: obje
     document[section][field] = value
     with pytest.raises(PlanFormatError, match=f"field {section}.{field}: .* is out of range"):
         from_json(json.dumps(document), where="here")
+
+
+def test_only_some_schedules_have_more_in_flight() -> None:
+    document = json.loads(to_json(make_plan(Setup(schedule="layered"))))
+    document["schedule"]["extra_in_flight"] = 1
+    with pytest.raises(PlanFormatError, match=r"extra_in_flight: 1 is out of range"):
+        from_json(json.dumps(document), where="here")
+    document["schedule"]["name"] = "zero_bubble"
+    assert from_json(json.dumps(document)).schedule.extra_in_flight == 1

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble  # the oracle
 
 from autopar.ir.errors import ScheduleError
-from autopar.ir.schedule import COMPUTE, Action, ActionKind, Schedule
+from autopar.ir.schedule import COMPUTING, Action, ActionKind, Schedule
 from autopar.ir.schedule_checks import makespan, peak_live, validate
 from autopar.ir.schedules import (
     contiguous_stages,
@@ -63,7 +63,7 @@ def test_the_order_is_that_of_torch(p: int, m: int):
             continue
         order = [a for a in oracle._calculate_single_rank_operations(stage) if a is not None]
         expected = [(KINDS[a.computation_type.name], a.microbatch_index) for a in order]
-        own = [(a.kind, a.micro_batch) for a in schedule.actions[stage] if a.kind in COMPUTE]
+        own = [(a.kind, a.micro_batch) for a in schedule.actions[stage] if a.kind in COMPUTING]
         assert own == expected
 
 

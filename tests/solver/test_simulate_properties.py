@@ -12,8 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.ir.schedule import Action, ActionKind, Schedule
-from autopar.ir.schedules import compact_schedule, contiguous_stages, modular_stages
+from autopar.ir.schedule import COMPUTING, Action, ActionKind, CompactSchedule, Schedule
+from autopar.ir.schedules import (
+    DEEPENED,
+    compact_schedule,
+    contiguous_stages,
+    modular_stages,
+)
 from autopar.solver.simulate import SegmentTimes, Simulation, simulate
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -34,11 +39,10 @@ class Case:
     times: SegmentTimes
     optimizer_s: tuple[float, ...]
     slowdown: float
+    extra_in_flight: int = 0
 
     def simulate(self, *, num: int | None = None, plain: bool = False) -> Simulation:
-        compact = compact_schedule(
-            self.name, self.stages, num or self.num_micro_batches, zero_stage=self.zero_stage
-        )
+        compact = self.compact(num or self.num_micro_batches)
         return simulate(
             compact.expand() if plain else compact,
             self.times,
@@ -47,18 +51,25 @@ class Case:
             record=plain,
         )
 
-    def schedule(self) -> Schedule:
+    def compact(self, num: int) -> CompactSchedule:
         return compact_schedule(
-            self.name, self.stages, self.num_micro_batches, zero_stage=self.zero_stage
-        ).expand()
+            self.name,
+            self.stages,
+            num,
+            zero_stage=self.zero_stage,
+            extra_in_flight=self.extra_in_flight,
+        )
+
+    def schedule(self) -> Schedule:
+        return self.compact(self.num_micro_batches).expand()
 
 
 @st.composite
 def cases(draw: st.DrawFn, *, communicates: bool = True, sends: bool = True) -> Case:
     """All schedules, of a few segments; what is not drawn to be there takes no time."""
     p, v = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    name = draw(st.sampled_from(["1f1b", "interleaved", "layered", "modular"]))
-    if name == "1f1b":
+    name = draw(st.sampled_from(["1f1b", "zero_bubble", "interleaved", "layered", "modular"]))
+    if name in DEEPENED:
         stages = contiguous_stages(p, v)
     elif name == "interleaved":
         width = draw(st.integers(1, 2))
@@ -72,14 +83,18 @@ def cases(draw: st.DrawFn, *, communicates: bool = True, sends: bool = True) -> 
         found = draw(st.lists(strategy, min_size=n, max_size=n))
         return tuple(found) if is_there else (0.0,) * n
 
+    weight_s = each(seconds)
     return Case(
         name="layered" if name == "modular" else name,
         stages=stages,
         num_micro_batches=draw(st.integers(1, 7)),
         zero_stage=zero_stage,
+        extra_in_flight=draw(st.integers(0, 2)) if name in DEEPENED else 0,
         times=SegmentTimes(
             forward_s=each(seconds),
-            backward_s=each(seconds),
+            backward_s=tuple(map(sum, zip(weight_s, each(seconds), strict=True))),
+            weight_s=weight_s,
+            weight_bytes=tuple(draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))),
             gather_s=each(maybe_seconds, is_there=zero_stage > 0),
             reduce_s=each(maybe_seconds, is_there=communicates),
             send_s=each(maybe_seconds, is_there=sends),
@@ -192,7 +207,7 @@ def test_one_stage_and_one_rank_communicate_and_wait_for_nothing(case: Case):
         case, stages=(0,) * len(case.stages), optimizer_s=case.optimizer_s[:1], name="1f1b"
     )
     for name in ("1f1b", "layered", "interleaved"):
-        case = dataclasses.replace(one, name=name)
+        case = dataclasses.replace(one, name=name, extra_in_flight=0)
         result = case.simulate()
         computed = sum(case.times.forward_s) + sum(case.times.backward_s)
         expected = case.num_micro_batches * computed + case.optimizer_s[0]
@@ -221,11 +236,9 @@ def assert_bubbles_shrink(case: Case, *, step: int) -> None:
 
 def duration(case: Case, stage: int, action: Action) -> float:
     times, segment = case.times, action.segment
+    if action.kind in COMPUTING:
+        return times.seconds(action.kind, segment)
     match action.kind:
-        case ActionKind.FORWARD:
-            return times.forward_s[segment]
-        case ActionKind.BACKWARD:
-            return times.backward_s[segment]
         case ActionKind.SEND_ACTIVATIONS:
             return times.send_s[segment]
         case ActionKind.SEND_GRADIENTS:
@@ -246,6 +259,7 @@ def critical_path(case: Case) -> float:
     """
     ends: dict[tuple[ActionKind, int], float] = {}  # the same for each micro-batch
     times, stages, last = case.times, case.stages, len(case.stages) - 1
+    later = times.weight_s if case.name == "zero_bubble" else (0.0,) * (last + 1)
     for kind, segment in chain(last + 1):
         ready = 0.0
         if kind is F and segment > 0:
@@ -258,11 +272,12 @@ def critical_path(case: Case) -> float:
             ready = max(ready, times.gather_s[segment])
         own: Mapping[ActionKind, float] = {
             F: times.forward_s[segment],
-            B: times.backward_s[segment],
+            B: times.backward_s[segment] - later[segment],
         }
         ends[kind, segment] = ready + own[kind]
     return max(
-        ends[B, k] + times.reduce_s[k] + case.optimizer_s[stages[k]] for k in range(last + 1)
+        ends[B, k] + later[k] + times.reduce_s[k] + case.optimizer_s[stages[k]]
+        for k in range(last + 1)
     )
 
 
