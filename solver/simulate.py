@@ -264,9 +264,9 @@ class _Rank:
         return position > started
 
     def totals(self, kind: ActionKind, segments: tuple[int, ...]) -> _Totals:
-        """Of one micro-batch through ``segments``: seconds, bytes that are held more afterwards, and
-        after any of them at the most, seconds of the message that may follow, and the segment that
-        it goes to.
+        """Of one micro-batch through ``segments``: seconds, bytes that are held more afterwards,
+        and after any of them at the most, seconds of the message that may follow, and the segment
+        that it goes to.
         """
         target = segments[-1] + (1 if kind is ActionKind.FORWARD else -1)
         more_bytes = [self.times.more_bytes(kind, segment) for segment in segments]
