@@ -3,13 +3,13 @@
 Autograd saves tensors through hooks. What is the result of a recomputed node, a view of one, or
 inside one, is not held: a *handle* is saved in its place. The first handle that backward asks for
 computes those nodes again, once for all handles; what it finds is held as long as its handle, which
-autograd lets go after the op that needed it.
+autograd lets go after the op that needed it, and what is computed on the way until it is read.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,10 +37,7 @@ class RecomputingBlock:
         self.module = module
         self.recomputed = recomputed
         self.nodes = tuple(module.graph.nodes)
-        last = {operand: node for node in self.nodes for operand in node.all_input_nodes}
-        self._dying: dict[fx.Node, list[fx.Node]] = {}
-        for operand, node in last.items():
-            self._dying.setdefault(node, []).append(operand)
+        self._dying = _last_reads(self.nodes)
 
     def __call__(self, *arguments: Tensor, context: Context) -> tuple[Tensor, ...]:
         """The block's results."""
@@ -181,6 +178,7 @@ class _Tape:
         for handle in self._handles:
             wanted.setdefault(handle.node, []).append(handle)
         values = dict(self._kept)
+        dying = _last_reads(self._replayed)
         saved: list[Tensor] = []
         with (
             torch.enable_grad(),
@@ -199,6 +197,17 @@ class _Tape:
                         if handle.is_result
                         else saved[handle.number]
                     )
+                for operand in dying.get(node, ()):
+                    del values[operand]
+
+
+def _last_reads(nodes: Iterable[fx.Node]) -> Mapping[fx.Node, list[fx.Node]]:
+    """For each of ``nodes``, in their order, what is read for the last time by it."""
+    last = {operand: node for node in nodes for operand in node.all_input_nodes}
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for operand, node in last.items():
+        found.setdefault(node, []).append(operand)
+    return found
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

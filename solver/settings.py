@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import fx
 
-from autopar.ir.graph import ModelGraph
 from autopar.ir.kernels import KernelSet, parse_kernels
 from autopar.ir.mesh import TENSOR_AXIS
 from autopar.ir.plan import RecomputeName
@@ -20,6 +19,7 @@ from autopar.solver.bounds import StageTimes
 from autopar.solver.candidates import Way
 from autopar.solver.costs.comm import Links, group_of
 from autopar.solver.costs.kernels import Kernels
+from autopar.solver.costs.saved import replayed_nodes
 from autopar.solver.facts import (
     BlockCosts,
     Floats,
@@ -320,7 +320,7 @@ def layout_coster(
         micro_batch_size,
         reduce_itemsize,
         facts.styles(kernels),
-        _computed_again(facts.model, way.recompute, kernels),
+        _computed_again(facts, way.recompute, kernels),
     )
 
 
@@ -341,14 +341,17 @@ def layout_problem(
 
 
 def _computed_again(
-    model: ModelGraph, recompute: RecomputeName, kernels: KernelSet
+    facts: ModelFacts, recompute: RecomputeName, kernels: KernelSet
 ) -> frozenset[fx.Node]:
     """Nodes that backward computes again one by one, in all kinds but the one with the loss."""
+    model, styles = facts.model, facts.styles(kernels)
     last = model.blocks[model.producer(model.loss)[0]].kind
+    graphs = [kind.graph for kind in model.kinds.values() if kind.name != last]
     return frozenset().union(
         *(
-            recomputed_nodes(kind.graph, recompute, kernels.attention)
-            for kind in model.kinds.values()
-            if kind.name != last
+            replayed_nodes(
+                graph, recomputed_nodes(graph, recompute, kernels.attention), styles=styles
+            )
+            for graph in graphs
         )
     )

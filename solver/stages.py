@@ -160,7 +160,7 @@ class Stager:
             and runs[-1][1] + 1 == len(kept)
         ):
             held[-1] /= candidate.num_micro_batches
-        borders, again = np.append(costs.border_bytes, 0.0), self.again()
+        borders = np.append(costs.border_bytes, 0.0)
         flying = in_flight(candidate, stage)
         return StageContents(
             numel=numel,
@@ -169,7 +169,7 @@ class Stager:
             num_segments=len(own) if candidate.per_block else len(runs),
             overlap=self._overlaps(stage),
             activation_bytes=float((flying @ held).max()),
-            recompute_bytes=float((costs.held_bytes[own] * again[own]).max()),
+            recompute_bytes=float(self.rebuilt_bytes()[own].max()),
             temporary_bytes=float(costs.temporary_bytes[own].max()),
             message_bytes=max(2.0 * float(borders[i] + borders[j + 1]) for i, j in runs),
         )
@@ -200,6 +200,13 @@ class Stager:
     def kept_bytes(self) -> Floats:
         """Bytes that a micro-batch keeps of each block inside of a segment."""
         return self._kept[1]
+
+    def rebuilt_bytes(self) -> Floats:
+        """Bytes of each block that are there again in its backward: all that autograd keeps of one
+        that is recomputed, or what its recomputed ops give.
+        """
+        again = self.again()
+        return self.costs.held_bytes * again + self.costs.rebuilt_bytes * (1 - again)
 
     @functools.cached_property
     def _kept(self) -> tuple[Floats, Floats]:
@@ -237,8 +244,8 @@ class Stager:
         """Peak bytes of every run as ``stage`` without virtual stages; without
         ``shared``, parameters that several blocks share count only where they are first used.
         """
-        recomputed = run_maxima(self.costs.held_bytes * self.again())
-        return self._account(stage, shared=shared).peak(self.kept_matrix(stage) + recomputed)
+        rebuilt = run_maxima(self.rebuilt_bytes())
+        return self._account(stage, shared=shared).peak(self.kept_matrix(stage) + rebuilt)
 
     def kept_matrix(self, stage: int) -> Floats:
         """Bytes that every run as ``stage`` keeps of all micro-batches in flight."""

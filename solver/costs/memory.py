@@ -11,7 +11,8 @@ gradient buffers        a segment's gradients before they are added or reduced
 gather buffers          ZeRO 3: the gathered parameters of two segments
 activations             what autograd keeps, or the inputs of recomputed blocks, of all
                         micro-batches in flight
-recompute               what autograd keeps of the one block that is recomputed
+recompute               what autograd keeps of the one block that is recomputed, or what single
+                        ops that are recomputed give to the backward of one block
 temporaries             the op that needs most beside what is kept: logits, as a rule. What it needs
                         beyond gradient buffers, which come when it is done
 messages                activations and gradients on their way between stages
@@ -79,7 +80,7 @@ class StageContents:
         num_segments: Segments on the stage.
         overlap: Whether several micro-batches are in flight.
         activation_bytes: Of all micro-batches in flight.
-        recompute_bytes: Of the block that is recomputed.
+        recompute_bytes: Of the block that is recomputed, or some ops of it.
         temporary_bytes: Of the op that needs most.
         message_bytes: One message at each border of the stage.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from autopar.solver.costs.experts import ExpertSizes, Shape
 from autopar.solver.costs.families import LINEAR, Family, family_of, op_name
 from autopar.solver.costs.fusion import PLAIN, SCORES_WRITTEN, NodeStyle
 from autopar.solver.costs.products import BIASED
-from autopar.solver.costs.work import num_scores
+from autopar.solver.costs.work import global_shapes, num_scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +155,59 @@ def own_bytes(
         return _normalized_bytes(node) * math.prod(operands[0])
     per_element = saved_for_backward(node).own_bytes_per_element
     return per_element * math.prod(operands[0]) if per_element else 0
+
+
+def rebuilt_nodes(
+    graph: fx.Graph, again: frozenset[fx.Node], styles: Mapping[fx.Node, NodeStyle]
+) -> frozenset[fx.Node]:
+    """Those of ``again``, which backward computes again, whose results backward reads."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        saved, operands = saved_for_backward(node, styles.get(node, PLAIN)), operands_of(node)
+        read = {_looked_at(operands[index]) for index in saved.operands}
+        found |= read & again
+        if saved.results and node in again:
+            found.add(node)
+    return frozenset(found)
+
+
+def replayed_nodes(
+    graph: fx.Graph, recomputed: frozenset[fx.Node], styles: Mapping[fx.Node, NodeStyle]
+) -> frozenset[fx.Node]:
+    """Those of ``recomputed`` that backward does compute again: what it reads, what keeps bytes of
+    its own, and what these are computed from. The others give what no backward needs.
+    """
+    todo = [*rebuilt_nodes(graph, recomputed, styles)]
+    todo += [node for node in recomputed if _keeps_own(node, styles.get(node, PLAIN))]
+    found: set[fx.Node] = set()
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            operands = operands_of(node)
+            todo += recomputed.intersection([*operands, *map(_looked_at, operands)])
+    return frozenset(found)
+
+
+def _keeps_own(node: fx.Node, style: NodeStyle) -> bool:
+    if node.target is operator.getitem:
+        return False
+    operands, _ = global_shapes(node)
+    return bool(own_bytes(node, operands, style=style) != 0)
+
+
+def _looked_at(node: fx.Node) -> fx.Node:
+    """What ``node`` is a view or an element of."""
+    while node.op == "call_function":
+        if node.target is operator.getitem:
+            node = node.all_input_nodes[0]
+        elif family_of(node) is Family.VIEW and len(operands_of(node)) == 1:
+            (node,) = operands_of(node)
+        else:
+            break
+    return node
 
 
 def _normalized_bytes(rsqrt: fx.Node) -> int:

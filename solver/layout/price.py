@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from autopar.ir.graph import TensorInfo
 from autopar.ir.placement import State
+from autopar.ir.rules.core import Option
 from autopar.solver.costs.saved import own_bytes
 from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.frame import Frame, FrameClass, FrameHeld, FrameOp, KeptInside

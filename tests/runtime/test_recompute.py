@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,13 +17,20 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.ir.errors import InputError
-from autopar.ir.graph import ModelGraph
+from autopar.ir.graph import ModelGraph, Role
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan, RecomputeName, SchedulePlan
 from autopar.ir.program import bind_axes
 from autopar.ir.randomness import Drawing
 from autopar.passes import lower_plan
 from autopar.runtime.segment_runner import SegmentRunner
+from autopar.solver import Cluster
+from autopar.solver.candidates import Way
+from autopar.solver.layout.check import kind_costs
+from autopar.solver.layout.model_facts import model_facts
+from autopar.solver.layout.problem import KindCost
+from autopar.solver.settings import make_setting
+from autopar.solver.typed_axes import TypedAxes
 from tests.models import HEADS, SEQ, tiny_gpt2, tiny_llama
 from tests.runtime.cases import Setup
 from tests.runtime.harness import lowered, train_on_threads
@@ -74,17 +82,32 @@ class Allocations(TorchDispatchMode):
                 )
         return results
 
-    def alive(self) -> list[tuple[int, tuple[int, ...]]]:
+    def forget(self, arguments: list[Tensor]) -> None:
+        for argument in arguments:
+            self.made.pop(StorageWeakRef(argument.untyped_storage()).cdata, None)
+
+    def alive(self) -> Tensors:
         gc.collect()
         found = self.made.values()
         return [(size, shape) for reference, size, shape in found if not reference.expired()]
 
 
+Tensors = list[tuple[int, tuple[int, ...]]]
+"""Bytes and shape of each."""
+
+
 def kept(
     program: Any, model: ModelGraph, plan: Plan, schedule: SchedulePlan, *, block: int = 1
-) -> list[tuple[int, tuple[int, ...]]]:
-    """Bytes and shape of all tensors that are alive after the forward of a block, beside its
-    arguments and results.
+) -> Tensors:
+    """All tensors that are alive after the forward of a block, beside its arguments and results."""
+    return kept_and_rebuilt(program, model, plan, schedule, block=block)[0]
+
+
+def kept_and_rebuilt(
+    program: Any, model: ModelGraph, plan: Plan, schedule: SchedulePlan, *, block: int = 1
+) -> tuple[Tensors, Tensors]:
+    """All tensors that are alive after the forward of a block, beside its arguments and results;
+    and when its backward has asked for what it computes again.
     """
     program = bind_axes(program, {})
     segment = program.segments[block]
@@ -102,30 +125,42 @@ def kept(
     numbers = Drawing(seed=0, step=0, sequences=tuple(range(size)))
     with Allocations() as allocations:
         results = runner(arguments, numbers)
-    for argument in arguments:
-        allocations.made.pop(StorageWeakRef(argument.untyped_storage()).cdata, None)
-    roots = [torch.autograd.graph.get_gradient_edge(r) for r in results if r.requires_grad]
-    del results
-    alive = allocations.alive()
-    assert roots  # they hold what autograd keeps
-    return alive
+        allocations.forget(arguments)
+        roots = [torch.autograd.graph.get_gradient_edge(r) for r in results if r.requires_grad]
+        del results
+        forward = allocations.alive()
+        ask_for_saved([root.node for root in roots])  # they hold what autograd keeps
+        allocations.forget(arguments)
+        backward = allocations.alive()
+    return forward, backward
 
 
-def kept_by_mode(
-    program: Any, model: ModelGraph, plan: Plan
-) -> Callable[[RecomputeName], list[tuple[int, tuple[int, ...]]]]:
-    def of(recompute: RecomputeName) -> list[tuple[int, tuple[int, ...]]]:
+def ask_for_saved(nodes: list[Any]) -> None:
+    """What backward asks for, of everything that ``nodes`` come from."""
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            for name in dir(node):
+                if name.startswith("_saved_"):
+                    getattr(node, name)
+            nodes += [before for before, _ in node.next_functions]
+
+
+def kept_by_mode(program: Any, model: ModelGraph, plan: Plan) -> Callable[[RecomputeName], Tensors]:
+    def of(recompute: RecomputeName) -> Tensors:
         schedule = dataclasses.replace(plan.schedule, recompute=recompute)
         return kept(program, model, plan, schedule)
 
     return of
 
 
-def num_bytes(tensors: list[tuple[int, tuple[int, ...]]]) -> int:
+def num_bytes(tensors: Tensors) -> int:
     return sum(size for size, _ in tensors)
 
 
-def num_scores(tensors: list[tuple[int, tuple[int, ...]]]) -> int:
+def num_scores(tensors: Tensors) -> int:
     """Tensors with a row of keys for every query."""
     return sum(
         len(shape) > 2 and shape[-2:] == (LONG, LONG) and shape[-3] == HEADS for _, shape in tensors
@@ -140,6 +175,46 @@ def test_the_more_is_recomputed_the_less_is_kept(name: str, kernels: str) -> Non
     assert none > num_bytes(of("selective"))
     assert none > 1.3 * by_op
     assert by_op > full == 0
+
+
+@pytest.mark.parametrize("recompute", BY_NODES)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_costs_know_what_is_kept_and_what_is_rebuilt(name: str, recompute: RecomputeName) -> None:
+    program, model, plan = lowered(Setup(name=name))
+    schedule = dataclasses.replace(plan.schedule, recompute=recompute)
+    forward, backward = map(num_bytes, kept_and_rebuilt(program, model, plan, schedule))
+    cost = predicted(model, plan, recompute)
+    inputs = sum(
+        4 * math.prod(program.values[value].shape)
+        for value in program.segments[1].arguments
+        if value.role is Role.ACTIVATION
+    )
+    row_sums = 4 * plan.batch.micro_batch_size * HEADS * SEQ  # costs leave them out
+    assert cost.held_bytes <= forward + inputs <= cost.held_bytes + 2 * row_sums
+    assert cost.rebuilt_bytes <= backward - forward <= cost.rebuilt_bytes + 2 * row_sums
+
+
+def predicted(model: ModelGraph, plan: Plan, recompute: RecomputeName) -> KindCost:
+    """Of a layer, by the cost model, without tensor ranks."""
+    cluster, facts = Cluster("cpu-local"), model_facts(model)
+    setting = make_setting(
+        facts,
+        cluster,
+        TypedAxes(facts=facts, cluster=cluster),
+        cp=1,
+        ep=1,
+        tp=1,
+        micro_batch_size=plan.batch.micro_batch_size,
+        reduce_itemsize=4,
+        way=Way(
+            kernels=plan.schedule.kernels,
+            sequence_parallel=None,
+            loss_parallel=True,
+            recompute=recompute,
+        ),
+    )
+    costs = kind_costs(setting.problem, setting.solution("none"))
+    return costs[setting.problem.kinds.index(model.blocks[1].kind)]
 
 
 LONG = 2 * SEQ
