@@ -18,7 +18,9 @@ recompute in g) and w + 1 its forwards before the first backward (w = min(M, p â
 (D) the communication stream: all gathers and reductions one after the other
 (E) what is hidden slows compute down: reductions of all but the last micro-batch, and gathers of
     all but the first and the last, run while the stage computes or waits after its first backward;
-    on a single stage, which waits for no other, all of them do
+    on a single stage, which waits for no other, all of them do. With ZeRO 0 and 1 the gathers of
+    the first stage slow the first forward down, and the reductions of every stage that the last
+    micro-batch passes on its way back slow its backward there down
 
 Every form is a sum over the blocks of the stage plus a constant, so that ``cuts`` finds the cuts
 that minimize the largest of them. With the exact times of a layout this guides the choice of cuts.
@@ -113,7 +115,7 @@ class StageBounds:
             bound = np.maximum(bound, self.before + -(-num // (ahead + 1)) * loop)  # (F)
             if num >= ahead + 2:  # (G)
                 returned = total + (num - ahead - 2) * run + self.messages[0]
-                bound = np.maximum(bound, returned + loop)
+                bound = np.maximum(bound, returned + loop + self._slower_beyond_s(stage))
         elif stage == candidate.pp - 1:
             bound = np.maximum(bound, total + (num - 1) * run + self.messages[0])
         extra, stream = self._communication(again)
@@ -138,6 +140,32 @@ class StageBounds:
         """Communication without recomputation: the same for every stage."""
         return self._communicate(np.zeros(self.run.shape))
 
+    @functools.cached_property
+    def _slower(self) -> Floats:
+        """By how much the reduction of each block slows the last backward of the block before it down,
+        if that is on the same stage.
+        """
+        candidate, reduce = self.stager.candidate, self.stager.reduce_s()
+        if candidate.schedule != "1f1b" or candidate.zero_stage > 1 or not candidate.per_block:
+            return np.zeros(len(reduce))
+        backward = np.maximum(0.0, self.times.both - self.times.forward)
+        slowdown = self.stager.cluster.hardware.overlap.slowdown
+        return slowdown * np.minimum(reduce, np.append(0.0, backward[:-1]))
+
+    def _slower_before_s(self) -> Floats:
+        """For runs by their first block: by how much the last micro-batch comes back later through the
+        stages before, at the least; the first block of each slows nothing down.
+        """
+        before = np.concatenate([[0.0], np.cumsum(self._slower)[:-1]])
+        largest = np.concatenate([[0.0], np.maximum.accumulate(self._slower)[:-1]])
+        return np.maximum(0.0, before - (self.stager.candidate.pp - 1) * largest)[:, None]
+
+    def _slower_beyond_s(self, stage: int) -> Floats:
+        """The same of the stages after ``stage``, for runs by the block after their last one."""
+        after = np.append(np.cumsum(self._slower[::-1])[::-1], 0.0)
+        largest = np.append(np.maximum.accumulate(self._slower[::-1])[::-1], 0.0)
+        return np.maximum(0.0, after - (self.stager.candidate.pp - 1 - stage) * largest)[None, :]
+
     def _communicate(self, again: Floats) -> tuple[Floats, Floats]:
         stager, candidate = self.stager, self.stager.candidate
         gather, reduce = stager.gather_s(), stager.reduce_s()
@@ -146,12 +174,16 @@ class StageBounds:
         slowdown = stager.cluster.hardware.overlap.slowdown
         each = np.maximum(0.0, 2 * (gathers - run_maxima(gather)))
         stream, slow = gathers + reductions, np.zeros(self.run.shape)
-        first, last = gathers, reductions
+        first, last, behind = gathers, reductions, np.zeros(self.run.shape)
         if candidate.per_block:
             first, last = gather[:, None] + slow, reduce[:, None] + slow
-            if candidate.schedule == "1f1b" and zero <= 1 and num >= candidate.pp + 1:
-                first = np.maximum(first, gathers - run_sums(self.times.forward))
-                last = np.maximum(last, reductions - run_sums(self.times.backward) - again)
+            if candidate.schedule == "1f1b" and zero <= 1:
+                own = run_sums(self._slower) - self._slower[:, None]
+                first[0] += slowdown * (gathers[0] - gather[0])
+                last, behind = last + own, self._slower_before_s() + own + reduce[0]
+                if num >= candidate.pp + 1:
+                    first = np.maximum(first, gathers - run_sums(self.times.forward))
+                    last = np.maximum(last, reductions - run_sums(self.times.backward) - again)
             elif zero == 3:
                 stream = (each + reductions) * (num if candidate.schedule == "1f1b" else 1)
             elif zero == 2 and candidate.schedule == "1f1b":
@@ -169,7 +201,7 @@ class StageBounds:
         way = self.messages[0] / 2
         passed = np.concatenate([[0.0], np.cumsum(self.times.forward)[:-1] + way])[:, None]
         returned = np.concatenate([[0.0], np.cumsum(self.times.backward)[:-1] + way])[:, None]
-        added = np.maximum(0.0, first - passed) + np.maximum(0.0, last + once - returned) + slow
+        added = np.maximum(0.0, first - passed) + np.maximum(behind, last + once - returned) + slow
         if candidate.pp == 1 and candidate.per_block:  # nothing to wait for: hidden or exposed
             total = stream
             if candidate.schedule == "1f1b" and zero == 3:
