@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from autopar.ir.deferral import Deferred
 from autopar.ir.errors import AutoparError, InputError, RankFailedError
 from autopar.ir.graph import ModelGraph, Role, ValueId
 from autopar.ir.mesh import LAYOUT_AXES, PIPELINE_AXIS
@@ -22,7 +24,7 @@ from autopar.runtime.micro_batches import own_rows, sequences
 from autopar.runtime.parameter_store import ParameterStore
 from autopar.runtime.segment_runner import failing_op
 from autopar.runtime.stage_form import StageForm
-from autopar.runtime.step_state import Incoming, StepInputs, StepState, Tape
+from autopar.runtime.step_state import Incoming, StepInputs, StepState, Tape, Unfinished
 
 
 class Executor:
@@ -56,12 +58,13 @@ class Executor:
         self._learns = learns
         self._actions = schedule.actions[self.stage]
         self._num_reductions = num_reductions(schedule, self.stage)
+        self._in_parts = any(a.kind is ActionKind.BACKWARD_WEIGHT for a in self._actions)
         bound = bind_axes(
             program,
             {axis: communicator.group(axis) for axis in LAYOUT_AXES},
             communicator.device,
         )
-        self.form = StageForm(bound, model, plan, communicator)
+        self.form = StageForm(bound, model, plan, communicator, in_parts=self._in_parts)
         self._last_form = self.form
         if bound.rest is not None:
             self._last_form = StageForm(
@@ -70,6 +73,7 @@ class Executor:
                 plan,
                 communicator,
                 constants=self.form.constants,
+                in_parts=self._in_parts,
             )
         self._inputs: StepInputs | None = None
         self._state = StepState()
@@ -92,8 +96,10 @@ class Executor:
             match action.kind:
                 case ActionKind.FORWARD:
                     self._forward(action)
-                case ActionKind.BACKWARD:
+                case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT:
                     self._backward(action)
+                case ActionKind.BACKWARD_WEIGHT:
+                    self._finish_backward(action)
                 case ActionKind.SEND_ACTIVATIONS | ActionKind.SEND_GRADIENTS:
                     self._send(action)
                 case ActionKind.RECEIVE_ACTIVATIONS | ActionKind.RECEIVE_GRADIENTS:
@@ -130,8 +136,10 @@ class Executor:
             passed[value] if value in passed else self._argument(value, action)
             for value in segment.arguments
         ]
+        deferred = Deferred() if self._in_parts else None
+        numbers = self._numbers(action.micro_batch)
         with torch.set_grad_enabled(self._learns):
-            made = form.runners[action.segment](arguments, self._numbers(action.micro_batch))
+            made = form.runners[action.segment](arguments, numbers, deferred)
         results = dict(zip(segment.results, made, strict=True))
         seed = None
         if action.segment == self.schedule.num_segments - 1:
@@ -151,7 +159,7 @@ class Executor:
                 torch.autograd.graph.get_gradient_edge(root) if root.requires_grad else None
                 for root in roots
             )
-            self._state.tapes[cell] = Tape(leaves=leaves, edges=edges, seed=seed)
+            self._state.tapes[cell] = Tape(leaves=leaves, edges=edges, seed=seed, deferred=deferred)
 
     def _backward(self, action: Action) -> None:
         cell = (action.segment, action.micro_batch)
@@ -165,8 +173,13 @@ class Executor:
             for edge, gradient in zip(tape.edges, gradients, strict=True)
             if edge is not None
         ]
-        if roots:
-            torch.autograd.backward([edge for edge, _ in roots], [g for _, g in roots])
+        with contextlib.ExitStack() as stack:
+            if action.kind is ActionKind.BACKWARD_INPUT:
+                assert tape.deferred is not None
+                held = stack.enter_context(self._store.holding())
+                self._state.unfinished[cell] = Unfinished(held=held, deferred=tape.deferred)
+            if roots:
+                torch.autograd.backward([edge for edge, _ in roots], [g for _, g in roots])
         if action.segment > 0:
             back = tuple(
                 torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
@@ -178,6 +191,12 @@ class Executor:
                 self._state.gradients[before] = Incoming(tensors=back)
             else:
                 self._state.outgoing_gradients[cell] = back
+
+    def _finish_backward(self, action: Action) -> None:
+        """The weight part: gradients of the segment's parameters."""
+        unfinished = self._state.unfinished.pop((action.segment, action.micro_batch))
+        names = self._form_of(action).segment(action.segment).parameters
+        self._store.finish(unfinished.held, unfinished.deferred, names)
 
     def _hand_on(self, action: Action, tensors: tuple[Tensor, ...]) -> None:
         following = (action.segment + 1, action.micro_batch)

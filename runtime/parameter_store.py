@@ -8,11 +8,13 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from autopar.ir.deferral import Deferred
 from autopar.ir.errors import InputError
 from autopar.ir.graph import ModelGraph
 from autopar.ir.mesh import (
@@ -30,7 +32,7 @@ from autopar.ir.placement import INVARIANT, Placement, State, StateKind, local_s
 from autopar.ir.program import LocalTensor, Program
 from autopar.runtime.communicator import Communicator, Work
 from autopar.runtime.parameter_layout import ParameterLayout, master_dtype
-from autopar.runtime.parameter_unit import ParameterUnit, UnitGroups
+from autopar.runtime.parameter_unit import HeldGradients, ParameterUnit, UnitGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,29 @@ class ParameterStore:
     def tensor(self, name: str) -> Tensor:
         """The parameter as segments use it."""
         return self._unit_of(name).tensors[name]
+
+    @contextmanager
+    def holding(self) -> Iterator[HeldGradients]:
+        """While active, gradients are not accumulated as they come, but held for ``finish``."""
+        held: HeldGradients = {}
+        for unit in self._units.values():
+            unit.held = held
+        try:
+            yield held
+        finally:
+            for unit in self._units.values():
+                unit.held = None
+
+    def finish(self, held: HeldGradients, deferred: Deferred, names: Sequence[str]) -> None:
+        """Accumulate gradients of a segment and micro-batch: those held, and those of ``names``
+        that were deferred, as if they had come together.
+        """
+        for (unit, index), gradient in held.items():
+            unit.put_back(index, gradient)
+        tensors = (self.tensor(name) for name in names)
+        deferred.finish([tensor for tensor in tensors if tensor.requires_grad])
+        for unit, index in held:
+            unit.accumulate_left(index)
 
     def start_gather(self, segment: int) -> None:
         """Start to gather what ``segment`` uses and is not gathered yet."""

@@ -85,6 +85,7 @@ class ParameterUnit:
         self.free()
         self._accumulated: Tensor | None = None
         self.gradient: Tensor | None = None
+        self.held: HeldGradients | None = None  # takes gradients as they come, for later
 
     def start_gather(self) -> None:
         """Start to bring all shards together; ``finish_gather`` gives ``tensors`` their values."""
@@ -193,10 +194,27 @@ class ParameterUnit:
         """Move the gradient that autograd left at ``tensor`` into the accumulation buffer."""
         gradient, tensor.grad = tensor.grad, None
         assert gradient is not None
+        if self.held is not None:
+            before = self.held.get((self, index))
+            self.held[self, index] = gradient if before is None else before + gradient
+            return
         if self._accumulated is None:
             self._accumulated = self._zeros()
         chunks = self._accumulated.view(self._num_shards, self._shard_numel)
         layout.add_to_chunks(self._columns(chunks, index), gradient)
+
+    def put_back(self, index: int, gradient: Tensor) -> None:
+        """Leave a gradient that was held at its parameter, as autograd does, for more to be added
+        or for ``accumulate_left``.
+        """
+        self.tensors[self.layouts[index].name].grad = gradient
+
+    def accumulate_left(self, index: int) -> None:
+        """Accumulate what was put back, unless autograd came to the parameter meanwhile."""
+        layout = self.layouts[index]
+        tensor = self.tensors[layout.name]
+        if tensor.grad is not None:
+            self.accumulate(layout, index, tensor)
 
     def _take_accumulated(self) -> Tensor:
         accumulated, self._accumulated = self._accumulated, None
@@ -243,6 +261,10 @@ class ParameterUnit:
     def _numel_where(self, predicate: Callable[[ParameterLayout], bool]) -> int:
         """Length of the leading part of a shard buffer whose parameters fulfil ``predicate``."""
         return sum(layout.chunk_numel for layout in self.layouts if predicate(layout))
+
+
+HeldGradients = dict[tuple[ParameterUnit, int], Tensor]
+"""Gradients that are not accumulated yet, by unit and parameter."""
 
 
 @dataclass(frozen=True, slots=True)

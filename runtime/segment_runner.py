@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import linecache
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
-from autopar.ir.graph import ModelGraph, info
+from autopar.ir.deferral import Deferred, deferring
+from autopar.ir.graph import BlockKind, ModelGraph, Role, info
 from autopar.ir.kernels import parse_kernels
+from autopar.ir.layout import operands_of
 from autopar.ir.plan import SchedulePlan
 from autopar.ir.program import Segment
 from autopar.ir.random_ops import FORMS
 from autopar.ir.randomness import Drawing, drawing
 from autopar.ir.recompute import recomputed_blocks, recomputed_nodes
+from autopar.runtime.block_recompute import compute_again
 from autopar.runtime.node_recompute import Context, RecomputingBlock
+from autopar.runtime.weight_parts import weights_apart
 
 
 class SegmentRunner:
@@ -31,62 +35,116 @@ class SegmentRunner:
         segment: With the rank's axis groups bound.
         model: The captured model.
         schedule: Says what is computed again in backward (``autopar.ir.recompute``).
+        in_parts: Whether backward leaves gradients of weights for later
+            (``autopar.ir.weight_parts``).
     """
 
-    def __init__(self, segment: Segment, model: ModelGraph, schedule: SchedulePlan) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        model: ModelGraph,
+        schedule: SchedulePlan,
+        *,
+        in_parts: bool = False,
+    ) -> None:
         self.segment = segment
         self._interpreter = _BlockInterpreter(segment.module)
         loss_block = model.producer(model.loss)[0]
         whole = recomputed_blocks(model, schedule.recompute, schedule.recomputed_blocks)
-        by_nodes = _by_nodes(segment, schedule)
         calls = [node for node in segment.module.graph.nodes if node.op == "call_module"]
+        forms: dict[tuple[str, bool], _BlockForm] = {}
         for node, block in zip(calls, segment.blocks, strict=True):
+            key = kind, makes_loss = str(node.target), block == loss_block
+            if key not in forms:
+                module = segment.module.get_submodule(kind)
+                assert isinstance(module, fx.GraphModule)
+                forms[key] = _form(
+                    module, model.kinds[kind], schedule, makes_loss=makes_loss, in_parts=in_parts
+                )
             self._interpreter.blocks[node.name] = _BlockCall(
-                index=block,
-                draws=_draws(segment.module.get_submodule(str(node.target))),
-                is_recomputed=block in whole,
-                by_nodes=by_nodes[str(node.target)] if block != loss_block else None,
+                index=block, form=forms[key], is_recomputed=block in whole
             )
 
-    def __call__(self, arguments: Sequence[Tensor], numbers: Drawing) -> tuple[Tensor, ...]:
+    def __call__(
+        self, arguments: Sequence[Tensor], numbers: Drawing, deferred: Deferred | None = None
+    ) -> tuple[Tensor, ...]:
         """The segment's results.
 
         Args:
             arguments: In the segment's order.
             numbers: What its blocks draw; the block is filled in here.
+            deferred: Takes what backward leaves for later.
         """
-        self._interpreter.numbers = numbers
+        self._interpreter.numbers, self._interpreter.deferred = numbers, deferred
         made = tuple(self._interpreter.run(*arguments))
         self._interpreter.env = {}  # it would hold the results until the next run
         return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _BlockCall:
-    """How a block of the segment is run: whether it ``draws`` random numbers, and whether it is
-    computed again in backward as a whole, or ``by_nodes``.
+class _BlockForm:
+    """How the blocks of a kind are run.
+
+    Attributes:
+        module: Their graph.
+        draws: Whether it draws random numbers.
+        by_nodes: Runs it where backward computes some of its nodes again.
+        given: Places of the activations among its arguments that take gradients.
+        learned: For each of its results, whether it takes a gradient.
+        in_parts: Whether backward leaves gradients of weights for later.
     """
 
-    index: int
+    module: fx.GraphModule
     draws: bool
-    is_recomputed: bool
     by_nodes: RecomputingBlock | None
+    given: tuple[int, ...]
+    learned: tuple[bool, ...]
+    in_parts: bool
 
 
-def _by_nodes(segment: Segment, schedule: SchedulePlan) -> dict[str, RecomputingBlock | None]:
-    """For each kind of the segment, what runs it where some of its nodes are recomputed."""
-    found: dict[str, RecomputingBlock | None] = {}
-    for name, module in segment.module.named_children():
-        assert isinstance(module, fx.GraphModule)
-        attention = parse_kernels(schedule.kernels).attention
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BlockCall:
+    """A block of the segment: whether it is computed again in backward as a whole."""
+
+    index: int
+    form: _BlockForm
+    is_recomputed: bool
+
+
+def _form(
+    module: fx.GraphModule,
+    kind: BlockKind,
+    schedule: SchedulePlan,
+    *,
+    makes_loss: bool,
+    in_parts: bool,
+) -> _BlockForm:
+    """The block that makes the loss has its backward at once: in one part, and nothing of it is
+    computed again.
+    """
+    draws = any(n.target in FORMS for n in module.graph.nodes if n.op == "call_function")
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    given = tuple(
+        index
+        for index, (node, role) in enumerate(zip(placeholders, kind.roles, strict=True))
+        if role is Role.ACTIVATION and info(node).tensor.requires_grad
+    )
+    in_parts = in_parts and not makes_loss
+    if in_parts:
+        module = weights_apart(module, kind.roles)
+    attention = parse_kernels(schedule.kernels).attention
+    nodes: frozenset[fx.Node] = frozenset()
+    if not makes_loss:
         nodes = recomputed_nodes(module.graph, schedule.recompute, attention)
-        found[name] = RecomputingBlock(module, nodes) if nodes else None
-    return found
-
-
-def _draws(module: nn.Module) -> bool:
-    assert isinstance(module, fx.GraphModule)
-    return any(node.target in FORMS for node in module.graph.nodes if node.op == "call_function")
+    results = operands_of(module.graph.output_node())
+    return _BlockForm(
+        module=module,
+        draws=draws,
+        by_nodes=RecomputingBlock(module, nodes) if nodes else None,
+        given=given,
+        learned=tuple(info(node).tensor.requires_grad for node in results),
+        in_parts=in_parts,
+    )
 
 
 class _BlockInterpreter(fx.Interpreter):
@@ -95,6 +153,7 @@ class _BlockInterpreter(fx.Interpreter):
         self.extra_traceback = False
         self.blocks: dict[str, _BlockCall] = {}
         self.numbers: Drawing | None = None
+        self.deferred: Deferred | None = None
         self._next: _BlockCall | None = None
 
     def run_node(self, n: fx.Node) -> Any:
@@ -102,20 +161,33 @@ class _BlockInterpreter(fx.Interpreter):
         return super().run_node(n)
 
     def call_module(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        run: Callable[..., Any] = self.fetch_attr(target)
         block = self._next
         assert block is not None
-        context: Context = contextlib.nullcontext
-        if block.draws:
+        form = block.form
+        numbers = None
+        if form.draws:
             assert self.numbers is not None
-            context = partial(drawing, replace(self.numbers, block=block.index))
-        if block.by_nodes is not None and torch.is_grad_enabled():
-            return block.by_nodes(*args, context=context)
-        run = partial(_run_in, context, run)
-        if block.is_recomputed and torch.is_grad_enabled():
-            # numbers are drawn by position: there is no state of a generator to bring back
-            return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-        return run(*args, **kwargs)
+            numbers = replace(self.numbers, block=block.index)
+        context: Context = contextlib.nullcontext
+        if form.draws or form.in_parts:
+            context = partial(_surrounding, numbers, self.deferred if form.in_parts else None)
+        if form.by_nodes is not None and torch.is_grad_enabled():
+            return form.by_nodes(*args, context=context)
+        run = partial(_run_in, context, form.module)
+        if not block.is_recomputed or not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        if form.in_parts and form.given:
+            return compute_again(run, args, given=form.given, learned=form.learned)
+        # numbers are drawn by position: there is no state of a generator to bring back
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+@contextlib.contextmanager
+def _surrounding(numbers: Drawing | None, deferred: Deferred | None) -> Iterator[None]:
+    """What a block draws by, and what takes the gradients that come later."""
+    draws = contextlib.nullcontext() if numbers is None else drawing(numbers)
+    with draws, deferring(deferred):
+        yield
 
 
 def _run_in(context: Context, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

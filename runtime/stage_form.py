@@ -28,6 +28,7 @@ class StageForm:
         plan: Whose sizes the program has, and whose recomputation holds where gradients flow.
         communicator: Of the rank.
         constants: The rank's parts of constants, where another form has them already.
+        in_parts: Whether backwards are in two parts.
     """
 
     def __init__(
@@ -38,12 +39,13 @@ class StageForm:
         communicator: Communicator,
         *,
         constants: Mapping[str, Tensor] | None = None,
+        in_parts: bool = False,
     ) -> None:
         self.program = program
         self.slicer = BatchSlicer(program, model, plan, communicator.rank, communicator.device)
         stage = communicator.mesh.coordinates(communicator.rank)[PIPELINE_AXIS]
         self.runners = {
-            segment.index: SegmentRunner(segment, model, plan.schedule)
+            segment.index: SegmentRunner(segment, model, plan.schedule, in_parts=in_parts)
             for segment in program.segments
             if segment.stage == stage
         }

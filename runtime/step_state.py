@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from autopar.ir.deferral import Deferred
 from autopar.ir.randomness import Drawing
 from autopar.runtime.communicator import Work
+from autopar.runtime.parameter_unit import HeldGradients
 
 Cell = tuple[int, int]
 """Segment and micro-batch."""
@@ -35,12 +37,23 @@ class Incoming:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tape:
     """What backward needs of a forward: received leaves, and for each result its edge (None: takes
-    no gradient).
+    no gradient). ``deferred`` is what its input part leaves for later.
     """
 
     leaves: tuple[Tensor, ...]
     edges: tuple[GradientEdge | None, ...]
     seed: Tensor | None
+    deferred: Deferred | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfinished:
+    """What the weight part of a backward needs of its input part: gradients of parameters that came
+    with it, and how the others come.
+    """
+
+    held: HeldGradients
+    deferred: Deferred
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +81,7 @@ class StepState:
     activations: dict[Cell, Incoming] = field(default_factory=dict)
     gradients: dict[Cell, Incoming] = field(default_factory=dict)
     tapes: dict[Cell, Tape] = field(default_factory=dict)
+    unfinished: dict[Cell, Unfinished] = field(default_factory=dict)
     outgoing: dict[Cell, tuple[Tensor, ...]] = field(default_factory=dict)
     outgoing_gradients: dict[Cell, tuple[Tensor, ...]] = field(default_factory=dict)
     sends: list[Work] = field(default_factory=list)

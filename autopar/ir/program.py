@@ -108,6 +108,19 @@ def bind_axes(
     return dataclasses.replace(program, kinds=kinds, segments=segments, rest=rest)
 
 
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """A module of its own with a copy of the graph of ``module``, which others may share."""
+    with _binding:
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(module.graph, {}))
+        handles = {
+            str(node.target): getattr(module, str(node.target))
+            for node in graph.nodes
+            if node.op == "get_attr"
+        }
+        return fx.GraphModule(handles, graph, class_name=type(module).__name__)
+
+
 def _bound(
     module: fx.GraphModule, groups: Mapping[str, AxisGroup], device: torch.device | None
 ) -> fx.GraphModule:

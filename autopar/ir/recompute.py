@@ -137,7 +137,7 @@ def recomputed_nodes(
 
 def _is_kept(node: fx.Node, is_fused: bool) -> bool:
     """Whether ``selective_op`` keeps what ``node`` gives."""
-    name = _name(node)
+    name = op_name(node)
     if name in ATTENTION_OPS:
         return is_fused and not _drops(node)
     return name in _PRODUCTS or _communicates(node)
@@ -146,7 +146,7 @@ def _is_kept(node: fx.Node, is_fused: bool) -> bool:
 def _drops(node: fx.Node) -> bool:
     """Whether attention drops weights: no fused kernel does it by logical position."""
     if not isinstance(node.target, OpOverload):
-        return _name(node) == "attention_with_dropout"
+        return op_name(node) == "attention_with_dropout"
     dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
     return dropout not in (0, None)
 
@@ -155,13 +155,13 @@ def _communicates(node: fx.Node) -> bool:
     if node.target is move:
         source, target = (parse_state(str(text)) for text in node.args[2:4])
         return collective_of(source, target) is not Collective.NONE
-    if isinstance(node.target, OpOverload) or _name(node) in _SILENT:
+    if isinstance(node.target, OpOverload) or op_name(node) in _SILENT:
         return False
     return any(operand.op == "get_attr" for operand in node.all_input_nodes)
 
 
 def _attention_cores(graph: fx.Graph) -> frozenset[fx.Node]:
-    found = {node for node in graph.nodes if _name(node) in ATTENTION_OPS}
+    found = {node for node in graph.nodes if op_name(node) in ATTENTION_OPS}
     for node in graph.nodes:
         if _is_softmax_of_rows(node):
             found |= _core_around(node)
@@ -203,7 +203,7 @@ def _reach(start: fx.Node, following: _Step) -> tuple[set[fx.Node], set[fx.Node]
     todo = list(following(start))
     while todo:
         node = todo.pop()
-        name = _name(node)
+        name = op_name(node)
         if node in between or node.op != "call_function":
             continue
         if name in _SCORE_PRODUCTS:
@@ -240,7 +240,8 @@ def _is_softmax_of_rows(node: fx.Node) -> bool:
     return dim in (-1, len(info(node).tensor.shape) - 1)
 
 
-def _name(node: fx.Node) -> str:
+def op_name(node: fx.Node) -> str:
+    """``mul`` for ``aten.mul.Tensor``, or the name of the function; nothing for other nodes."""
     if node.op != "call_function":
         return ""
     target = node.target

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from autopar.ir.deferral import apart_inside
 from autopar.ir.errors import InputError
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -160,7 +161,16 @@ def combine(results: Tensor, order: Tensor, expert_weights: Tensor) -> Tensor:
 def _grouped_linear(
     rows: Tensor, counts: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool
 ) -> Tensor:
-    """``rows[i] @ weight[expert of i]`` and the bias: one grouped kernel where there is one."""
+    """``rows[i] @ weight[expert of i]`` and the bias; the gradients of both may come later."""
+    weights = (2,) if bias is None else (2, 3)
+    product = apart_inside(_product_of_groups, weights)
+    return product(rows, counts, weight, bias, transposed=transposed)
+
+
+def _product_of_groups(
+    rows: Tensor, counts: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool
+) -> Tensor:
+    """One grouped kernel where there is one."""
     if _has_grouped_kernel(rows, weight):
         matrices = weight if transposed else weight.transpose(-2, -1)
         ends = counts.cumsum(0).to(torch.int32)
