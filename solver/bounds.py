@@ -142,7 +142,7 @@ class StageBounds:
 
     @functools.cached_property
     def _slower(self) -> Floats:
-        """By how much the reduction of each block slows the last backward of the block before it down,
+        """By how much the reduction of each block slows the last backward of the block before it,
         if that is on the same stage.
         """
         candidate, reduce = self.stager.candidate, self.stager.reduce_s()
@@ -153,8 +153,8 @@ class StageBounds:
         return slowdown * np.minimum(reduce, np.append(0.0, backward[:-1]))
 
     def _slower_before_s(self) -> Floats:
-        """For runs by their first block: by how much the last micro-batch comes back later through the
-        stages before, at the least; the first block of each slows nothing down.
+        """For runs by their first block: by how much the last micro-batch comes back later through
+        the stages before, at the least; the first block of each slows nothing.
         """
         before = np.concatenate([[0.0], np.cumsum(self._slower)[:-1]])
         largest = np.concatenate([[0.0], np.maximum.accumulate(self._slower)[:-1]])
@@ -171,7 +171,7 @@ class StageBounds:
         gather, reduce = stager.gather_s(), stager.reduce_s()
         gathers, reductions = run_sums(gather), run_sums(reduce)
         num, zero = candidate.num_micro_batches, candidate.zero_stage
-        slowdown = stager.cluster.hardware.overlap.slowdown
+        slowdown = stager.cluster.hardware.overlap.hidden
         each = np.maximum(0.0, 2 * (gathers - run_maxima(gather)))
         stream, slow = gathers + reductions, np.zeros(self.run.shape)
         first, last, behind = gathers, reductions, np.zeros(self.run.shape)

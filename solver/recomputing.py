@@ -15,7 +15,7 @@ import numpy as np
 from autopar.solver.candidates import Candidate
 from autopar.solver.facts import Floats
 from autopar.solver.in_flight import in_flight
-from autopar.solver.stages import Stager, run_maxima, run_sums
+from autopar.solver.stages import ROUNDED_BYTES, Stager, run_maxima, run_sums
 
 _BYTE = 1.0
 
@@ -27,8 +27,9 @@ def again_s(stager: Stager, stage: int, *, exact: bool = True) -> Floats:
     With ``exact=False`` no choice of blocks takes less: parameters that several blocks share count
     only where they are first used, and of blocks that differ the last one counts in part.
     """
-    usable, costs = stager.cluster.usable_bytes, stager.costs
+    costs = stager.costs
     if stager.candidate.recompute != "blocks" or stager.candidate.recomputed_blocks:
+        usable = stager.cluster.usable_bytes + (0 if exact else ROUNDED_BYTES)
         return np.where(stager.peak_matrix(stage, shared=exact) <= usable, 0.0, np.inf)
     kept = stager.kept_matrix(stage)
     need = kept - stager.room_matrix(stage, shared=exact)
@@ -74,7 +75,10 @@ def priced_again_s(
     """
     candidate = stager.candidate
     flying = float(in_flight(candidate, stage).max())
-    inputs = run_sums(stager.costs.input_bytes) if candidate.per_block else 0.0
+    kept = stager.costs.input_bytes.copy()
+    if candidate.schedule == "layered":
+        kept[-1] /= candidate.num_micro_batches  # the last segment keeps one micro-batch at a time
+    inputs = run_sums(kept) if candidate.per_block else 0.0
     room = stager.room_matrix(stage, shared=False) / flying - inputs
     found = np.zeros(room.shape)
     for price, values in priced.items():

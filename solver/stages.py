@@ -23,6 +23,10 @@ from autopar.solver.hardware import Cluster
 from autopar.solver.in_flight import in_flight
 
 
+ROUNDED_BYTES = 16
+"""Each cause of ``bytes_by_cause`` is rounded down: no sum of them is so much below the account."""
+
+
 @dataclass(frozen=True, eq=False)
 class Stager:
     """Costs of stages of one candidate, from the costs of its blocks."""
@@ -258,12 +262,14 @@ class Stager:
 
     def room_matrix(self, stage: int, *, shared: bool = True) -> Floats:
         """Bytes that every run as ``stage`` may keep, with those of the block that is recomputed;
-        negative where nothing fits. For ``shared`` see ``peak_matrix``.
+        negative where nothing fits. For ``shared`` see ``peak_matrix``; without it, no run that
+        fits keeps more.
         """
         key = (self._overlaps(stage), shared)
         if key not in self._rooms:
             account = self._account(stage, shared=shared)
-            self._rooms[key] = account.most_kept(self.cluster.usable_bytes)
+            usable = self.cluster.usable_bytes + (0 if shared else ROUNDED_BYTES)
+            self._rooms[key] = account.most_kept(usable)
         return self._rooms[key]
 
     @functools.cached_property

@@ -130,7 +130,7 @@ def _traffic_s(
         again: Of gathers for a forward and a backward in ZeRO 3, the last one kept in between.
     """
     candidate, zero = stager.candidate, stager.candidate.zero_stage
-    slowdown, num = stager.cluster.hardware.overlap.slowdown, candidate.num_micro_batches
+    slowdown, num = stager.cluster.hardware.overlap.hidden, candidate.num_micro_batches
     if candidate.schedule == "layered" or zero <= 1:
         stream = (again if zero == 3 else gathers) + reductions
         return slowdown * np.maximum(0.0, gathers + reductions - at_ends), stream
