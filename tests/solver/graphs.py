@@ -24,7 +24,6 @@ from autopar.ir.graph import (
     activation,
     set_info,
 )
-from autopar.ir.placement import State
 from autopar.solver.costs.comm import Links, group_of
 from autopar.solver.costs.kernels import Kernels
 from autopar.solver.hardware import Cluster
@@ -33,6 +32,7 @@ from autopar.solver.layout.make import make_problem
 from autopar.solver.layout.model_facts import model_facts
 from autopar.solver.layout.problem import Problem, Weights
 from autopar.solver.layout.state import AxisRule
+from tests.solver.layouts import KindLayouts, kind_layouts
 
 SEQ, HIDDEN = 8, 16
 aten = torch.ops.aten
@@ -170,71 +170,31 @@ def time_weights(problem: Problem, *, held: float = 0.0, step: float = 0.5) -> W
 def brute_force(problem: Problem, weights: Weights) -> float:
     """The least objective over every combination of options and states, by enumeration.
 
-    Once the states of all classes are fixed, kinds do not touch each other: each is enumerated by
-    itself, over the product of its ops' options.
+    Once the states of all classes are fixed, kinds do not touch each other: each is the least of
+    its rows with these states.
     """
     best = math.inf
-    known: dict[tuple[int, tuple[int, ...]], float] = {}
-    touched = [sorted(classes_of(problem, kind)) for kind in range(len(problem.kinds))]
-    for states in itertools.product(*(range(len(c.states)) for c in problem.classes)):
+    kinds = [kind_layouts(problem, kind) for kind in range(len(problem.kinds))]
+    for states in itertools.product(*(range(len(c.states) or 1) for c in problem.classes)):
         total = sum(
             weights.step * found.step_s[state]
             for found, state in zip(problem.classes, states, strict=True)
+            if found.states
         )
-        for kind, classes in enumerate(touched):
-            key = (kind, tuple(states[number] for number in classes))
-            if key not in known:
-                known[key] = cheapest_kind(problem, weights, kind, states)
-            total += known[key]
+        for kind, found in enumerate(kinds):
+            total += cheapest(found, weights, kind, states)
+            if total >= best:
+                break
         best = min(best, total)
     return best
 
 
-def classes_of(problem: Problem, kind: int) -> set[int]:
-    """The classes that a kind's placeholders and results belong to."""
-    found = {v.state_class for v in problem.values if v.kind == kind and v.state_class is not None}
-    return found | {d.state_class for d in problem.deliveries if d.kind == kind}
-
-
-def cheapest_kind(problem: Problem, weights: Weights, kind: int, states: tuple[int, ...]) -> float:
-    """The least of one kind by enumeration, where classes have these states."""
-    ops = [op for op in problem.ops if op.kind == kind]
-    best = math.inf
-    for options in itertools.product(*(op.options for op in ops)):
-        produced = {
-            number: problem.classes[value.state_class].states[states[value.state_class]]
-            for number, value in enumerate(problem.values)
-            if value.kind == kind and value.state_class is not None
-        }
-        wanted: set[tuple[int, State]] = set()
-        kept: set[int] = set()
-        cost = 0.0
-        for op, option in zip(ops, options, strict=True):
-            cost += weights.forward[kind] * option.forward_s
-            cost += weights.backward[kind] * option.backward_s
-            produced.update(zip(op.results, option.option.results, strict=True))
-            wanted.update(zip(op.operands, option.option.operands, strict=True))
-            kept.update(option.held)
-        for delivery in problem.deliveries:
-            if delivery.kind == kind:
-                number = delivery.state_class
-                wanted.add((delivery.value, problem.classes[number].states[states[number]]))
-        for number, state in wanted:
-            value = problem.values[number]
-            pair = (value.states.index(produced[number]), value.demanded.index(state))
-            if pair not in value.moves:
-                cost = math.inf
-                break
-            move = value.moves[pair]
-            cost += weights.forward[kind] * move.forward_s
-            cost += weights.backward[kind] * move.backward_s
-        for number in kept:
-            held = problem.held[number]
-            if held.moved is None:
-                cost += weights.held[kind] * held.num_bytes
-            else:
-                value = problem.values[held.moved[0]]
-                if produced[held.moved[0]] != value.demanded[held.moved[1]]:
-                    cost += weights.held[kind] * held.num_bytes
-        best = min(best, cost)
-    return best
+def cheapest(
+    found: KindLayouts, weights: Weights, kind: int, states: Sequence[int] | None = None
+) -> float:
+    """The least of one kind, where classes have these states, or any."""
+    costs = found.seconds[:, :2] @ (weights.forward[kind], weights.backward[kind])
+    costs = costs + weights.held[kind] * found.num_bytes[:, 0]
+    if states is not None:
+        costs = costs[(found.states == [states[number] for number in found.classes]).all(axis=1)]
+    return float(costs.min(initial=math.inf))

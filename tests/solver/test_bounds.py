@@ -1,78 +1,59 @@
-"""No choice of layout, cuts and recomputed blocks that fits is faster than what is proved."""
+"""Instances whose bounds were above a plan once, and one at every memory: no plan is faster.
+
+``test_whole_plans`` draws others.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from autopar.solver import Cluster
-from autopar.solver.candidates import Candidate
-from autopar.solver.costs.memory import itemsizes
-from autopar.solver.instance import Instance, divisible
-from autopar.solver.layout.model_facts import model_facts
-from autopar.solver.search import Search
-from autopar.solver.settings import Setting
-from autopar.solver.solved import Solved, simulate_cuts
+from autopar.solver.instance import Instance, make_instance
+from tests.solver.drawn import changed
 from tests.solver.graphs import block_model
-from tests.solver.small import FOUR, TRAINING, instance
+from tests.solver.small import FOUR, TRAINING
+from tests.solver.test_whole_plans import check
 
-DEEP = block_model([("linear", 0), ("relu", 0), ("linear", 0), ("add", 0)], num_blocks=3)
+Body = list[tuple[str, int]]
+Pins = Mapping[str, int | str]
 
-
-def made(cluster: Cluster) -> Instance:
-    """An instance of three blocks with eight sequences."""
-    facts = model_facts(DEEP)
-    search = Search(facts, cluster, itemsizes(TRAINING), divisible(facts, None))
-    like = instance(cluster, {"virtual_stages": 1})
-    return dataclasses.replace(like, facts=facts, search=search)
+MLP: Body = [("linear", 0), ("relu", 0), ("linear", 0), ("add", 0)]
 
 
-def layouts(setting: Setting) -> Iterator[object]:
-    """The fastest layouts, and some that keep less."""
-    yield setting.solution("none")
-    yield setting.solution("full")
-    for price in setting.prices():
-        for factor in (0.5, 1.0, 2.0, 8.0):
-            yield setting.priced_solution(factor * price)
+def instance(
+    body: Body, num_blocks: int, cluster: Cluster, batch: int, pin: Pins | None = None
+) -> Instance:
+    model = block_model(body, num_blocks=num_blocks)
+    return make_instance(model, cluster, global_batch_size=batch, training=TRAINING, pin=pin or {})
 
 
-def choices(made: Instance, candidate: Candidate) -> Iterator[Solved]:
-    """All cuts and all sets of recomputed blocks of some layouts that fit into memory."""
-    setting, num = made.search.setting(candidate), len(DEEP.blocks)
-    for solution in dict.fromkeys(layouts(setting)):
-        stager = made.search.layout_stager(candidate, setting, solution)  # type: ignore[arg-type]
-        for inner in itertools.combinations(range(1, num), candidate.pp - 1):
-            cuts = (0, *inner, num)
-            for size in range(num):
-                for blocks in itertools.combinations(range(num - 1), size):
-                    chosen = dataclasses.replace(
-                        candidate,
-                        recompute="blocks" if blocks else "none",
-                        recomputed_blocks=blocks,
-                    )
-                    own = dataclasses.replace(stager, candidate=chosen)
-                    if max(own.peak_bytes(cuts)) <= made.cluster.usable_bytes:
-                        yield simulate_cuts(chosen, setting, solution, own, cuts)  # type: ignore[arg-type]
+def cluster(usable_bytes: int, *, nodes: int = 1, inside: int = 4, **scales: Any) -> Cluster:
+    made = Cluster("cpu-local", nodes=nodes, gpus_per_node=inside).with_memory(usable_bytes)
+    return made.scaled(**scales)
 
 
 @pytest.mark.parametrize("usable_bytes", [11_000, 13_000, 16_000, 20_000, 2**31])
-def test_nothing_that_fits_is_faster_than_its_bounds(usable_bytes: int) -> None:
-    own = made(FOUR.with_memory(usable_bytes))
-    fitting = 0
-    for candidate in own.candidates:
-        if candidate.num_micro_batches == 4:  # as 2 and 8
-            continue
-        bounds = (
-            own.search.rough_bound(candidate),
-            own.search.scalar_bound(candidate),
-            own.search.bound(candidate),
-            own.search.layout_bound(candidate),
-        )
-        for solved in choices(own, candidate):
-            fitting += 1
-            for bound in bounds:
-                assert bound <= solved.step_s * (1 + 1e-9), str(solved.candidate)
-    assert fitting > 0 or usable_bytes < 13_000
+def test_no_plan_is_faster_at_any_memory(usable_bytes: int) -> None:
+    pin: Pins = {"tp": 2, "micro_batch_size": 2}
+    check(instance(MLP, 3, FOUR.with_memory(usable_bytes), 8, pin))
+
+
+def test_a_hidden_second_slows_an_action_down_by_less_than_its_share_of_the_slowdown() -> None:
+    """The simulator counts overlap with an action before it is lengthened."""
+    pin: Pins = {"pp": 1, "tp": 4, "schedule": "layered", "micro_batch_size": 1}
+    check(instance(MLP, 4, cluster(12_000, nodes=2), 8, pin))
+
+
+def test_what_just_fits_is_not_excluded_by_rounding() -> None:
+    """The bytes of a rank are sums of whole numbers, those of bounds are not."""
+    two = changed(cluster(8_934, inside=2, network=0.1, node=10), latency=0.01, launch=0)
+    check(instance([("add", 0), ("linear", 0)], 3, two, 1, {"pp": 2}))
+
+
+def test_the_last_block_of_a_layered_schedule_keeps_one_input() -> None:
+    slow = cluster(6_951, nodes=2, inside=5, compute=0.01, memory=0.001, node=0.1, network=1000)
+    pin: Pins = {"virtual_stages": 1, "zero_stage": 1, "schedule": "layered", "tp": 2}
+    check(instance([("mul", 0), ("add", 0)], 2, changed(slow, slowdown=1.0), 20, pin))

@@ -17,21 +17,11 @@ from autopar.solver.layout.check import kind_costs, objective
 from autopar.solver.layout.eliminate import minimize, plan_elimination
 from autopar.solver.layout.problem import MemoryLimit, Weights
 from autopar.solver.layout.solve import ProblemSolver, solve_problem
-from tests.solver.graphs import (
-    block_model,
-    brute_force,
-    cheapest_kind,
-    classes_of,
-    tensor_problem,
-    time_weights,
-)
+from tests.solver import drawn
+from tests.solver.graphs import block_model, brute_force, cheapest, tensor_problem, time_weights
+from tests.solver.layouts import all_layouts, kind_layouts
 
-STEPS = st.lists(
-    st.tuples(st.sampled_from(["linear", "relu", "add", "mul"]), st.integers(0, 3)),
-    min_size=1,
-    max_size=4,
-)
-BODIES = st.lists(STEPS, min_size=1, max_size=2)
+BODIES = drawn.bodies()
 
 
 @settings(max_examples=12)
@@ -75,15 +65,27 @@ def test_least_of_a_kind_is_its_least_over_all_border_states(bodies, tp):
     weights = time_weights(problem, step=0.0)
     solver = ProblemSolver(problem=problem)
     for kind in range(len(problem.kinds)):
-        touched = classes_of(problem, kind)
-        states = itertools.product(
-            *(
-                range(len(found.states) if number in touched else 1)
-                for number, found in enumerate(problem.classes)
-            )
-        )
-        least = min(cheapest_kind(problem, weights, kind, chosen) for chosen in states)
+        least = cheapest(kind_layouts(problem, kind), weights, kind)
         assert solver.least(weights, [kind]) == pytest.approx(least, rel=1e-12)
+
+
+@settings(max_examples=8)
+@given(bodies=BODIES, tp=st.sampled_from([2, 3]), seed=st.integers(0, 2**16))
+def test_sums_over_the_grid_are_what_a_layout_costs(bodies, tp, seed):
+    problem = tensor_problem(block_model(*bodies), tp)
+    found = list(itertools.islice(all_layouts(problem), 500))
+    for solution in np.random.default_rng(seed).permutation(len(found))[:20]:
+        costs = kind_costs(problem, found[solution])
+        for kind, cost in enumerate(costs):
+            layouts = kind_layouts(problem, kind)
+            choices = [found[solution].choices[number] for number in layouts.ops]
+            states = [max(0, found[solution].states[number]) for number in layouts.classes]
+            same = (layouts.choices == choices).all(axis=1) & (layouts.states == states).all(axis=1)
+            (row,) = np.flatnonzero(same)
+            assert layouts.seconds[row] == pytest.approx(
+                (cost.forward_s, cost.backward_s, cost.forward_launch_s, cost.backward_launch_s)
+            )
+            assert layouts.num_bytes[row].tolist() == [cost.held_bytes, cost.transient_bytes]
 
 
 @settings(max_examples=15)

@@ -1,0 +1,160 @@
+"""Random small instances of the search: models of 2 to 4 blocks, and clusters of up to 16 GPUs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from hypothesis import strategies as st
+
+from autopar.ir.errors import InputError
+from autopar.ir.graph import ModelGraph
+from autopar.ir.plan import TrainingPlan
+from autopar.solver import Cluster
+from autopar.solver.candidates import Candidate
+from autopar.solver.hardware.spec import Overlap
+from autopar.solver.instance import Instance, make_instance
+from autopar.solver.layout.model_facts import ModelFacts, model_facts
+from tests.solver.graphs import block_model
+from tests.solver.small import TRAINING
+
+Value = TypeVar("Value")
+Draw = Callable[[st.SearchStrategy[Value]], Value]
+
+FACTORS = (0.1, 1.0, 10.0, 1000.0)
+STEPS = st.tuples(st.sampled_from(["linear", "relu", "add", "mul"]), st.integers(0, 3))
+DECISIONS = ("pp", "tp", "zero_stage", "schedule", "micro_batch_size", "virtual_stages")
+
+
+def bodies(*, max_kinds: int = 2, max_ops: int = 4) -> st.SearchStrategy[list[Any]]:
+    """Ops of one or two kinds of block, by ``block_model``."""
+    body = st.lists(STEPS, min_size=1, max_size=max_ops)
+    return st.lists(body, min_size=1, max_size=max_kinds)
+
+
+@st.composite
+def models(draw: Draw[Any], *, max_ops: int = 4) -> ModelGraph:
+    """2 to 4 blocks of one or two kinds between a first and a last one."""
+    num_blocks = draw(st.integers(2, 4))
+    max_kinds = draw(st.sampled_from([1, 1, 2]))
+    return block_model(*draw(bodies(max_kinds=max_kinds, max_ops=max_ops)), num_blocks=num_blocks)
+
+
+@st.composite
+def clusters(draw: Draw[Any], *, max_gpus: int = 16) -> Cluster:
+    """Up to so many GPUs, of CPU ranks or of GPUs whose links and overlap are fast or slow."""
+    sizes = [
+        (nodes, inside)
+        for nodes in (1, 2, 3, 4)
+        for inside in range(1, 17)
+        if 1 < nodes * inside <= max_gpus
+    ]
+    nodes, inside = draw(st.sampled_from(sizes))
+    cluster = Cluster(
+        draw(st.sampled_from(["cpu-local", "a100-80gb"])), nodes=nodes, gpus_per_node=inside
+    )
+    cluster = cluster.scaled(
+        compute=draw(st.sampled_from([1.0, 0.01])),
+        memory=draw(st.sampled_from([1.0, 0.001])),
+        node=draw(st.sampled_from(FACTORS)),
+        network=draw(st.sampled_from(FACTORS)),
+    )
+    return changed(
+        cluster,
+        slowdown=draw(st.sampled_from([None, 0.0, 1.0])),
+        latency=draw(st.sampled_from([1.0, 0.0, 0.01])),
+        launch=draw(st.sampled_from([1.0, 0.0])),
+    )
+
+
+def changed(
+    cluster: Cluster, *, slowdown: float | None = None, latency: float = 1, launch: float = 1
+) -> Cluster:
+    """With another slowdown by overlap, and so many times the latency of links and of launches."""
+    old, other = cluster.hardware, copy.copy(cluster)
+    other.hardware = dataclasses.replace(
+        old,
+        chip=dataclasses.replace(old.chip, launch_s=launch * old.chip.launch_s),
+        overlap=old.overlap if slowdown is None else Overlap(slowdown=slowdown),
+        node_link=dataclasses.replace(
+            old.node_link,
+            latency_s=latency * old.node_link.latency_s,
+            latency_per_rank_s=latency * old.node_link.latency_per_rank_s,
+        ),
+        network=dataclasses.replace(old.network, latency_s=latency * old.network.latency_s),
+    )
+    return other
+
+
+TRAININGS = st.sampled_from(
+    [
+        TRAINING,
+        dataclasses.replace(TRAINING, optimizer="sgd"),
+        dataclasses.replace(TRAINING, precision="bf16", gradient_dtype="bf16", reduce_dtype="bf16"),
+    ]
+)
+
+
+def batches(cluster: Cluster) -> st.SearchStrategy[int]:
+    """Batches that the GPUs can divide, or not."""
+    return st.sampled_from(sorted({1, 2, 4, 6, 8, 12, cluster.num_gpus, 2 * cluster.num_gpus}))
+
+
+@st.composite
+def instances(
+    draw: Draw[Any], *, max_gpus: int = 16, max_ops: int = 4, max_candidates: int = 100
+) -> Instance:
+    """An instance with memory for all that its fastest plan keeps, or for a part of it.
+
+    What has more candidates has decisions pinned to those of one of them.
+    """
+    model = model_facts(draw(models(max_ops=max_ops)))
+    cluster = draw(clusters(max_gpus=max_gpus))
+    training, batch = draw(TRAININGS), draw(batches(cluster))
+    share = draw(st.sampled_from([None, None, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5]))
+    found = made(model, cluster, batch, training)
+    names = draw(st.permutations(DECISIONS))
+    like = draw(st.integers(0, 2**16))
+    found = narrowed(found, names, like, max_candidates)
+    if share is None:
+        return found
+    return made(model, tighter(found, share), batch, training, found.pin)
+
+
+def made(
+    model: ModelFacts,
+    cluster: Cluster,
+    batch: int,
+    training: TrainingPlan,
+    pin: Mapping[str, int | str] | None = None,
+) -> Instance:
+    """The instance, with the batch that it needs to have a mesh at all."""
+    try:
+        return make_instance(model, cluster, global_batch_size=batch, training=training, pin=pin)
+    except InputError:
+        batch *= cluster.num_gpus
+        return make_instance(model, cluster, global_batch_size=batch, training=training, pin=pin)
+
+
+def narrowed(instance: Instance, names: Sequence[str], like: int, max_candidates: int) -> Instance:
+    """With decisions pinned one after the other, until few candidates are left."""
+    chosen: Candidate = instance.candidates[like % len(instance.candidates)]
+    pin: dict[str, int | str] = {}
+    for name in names:
+        if len(instance.candidates) <= max_candidates:
+            break
+        pin[name] = getattr(chosen, name)
+        instance = instance.on(instance.cluster, pin=pin)
+    return instance
+
+
+def tighter(instance: Instance, share: float) -> Cluster:
+    """The cluster with so much of the memory that the fastest plan fills, context apart."""
+    best = instance.search.run(instance.candidates).best
+    assert best is not None
+    context = instance.cluster.hardware.memory.context_bytes
+    peak = max(best.stager.peak_bytes(best.cuts)) - context
+    return instance.cluster.with_memory(max(1, math.floor(context + share * peak + 32)))

@@ -1,0 +1,45 @@
+"""What the search proves and finds, held against all plans of small instances.
+
+Instances are drawn: 2 to 4 blocks of up to 4 ops, up to 16 GPUs in odd counts, too, tight and loose
+memory, slow and fast links. `make stress PYTEST_ARGS=tests/solver/test_whole_plans.py` goes deep.
+"""
+
+import math
+
+from hypothesis import given, reject, settings
+
+from autopar.solver.instance import Instance
+from tests.solver.drawn import instances
+from tests.solver.whole_plans import TooLarge, WholePlans
+
+_SHARE = 1 + 1e-9
+
+
+@settings(max_examples=settings().max_examples // 2)
+@given(instance=instances(max_candidates=40))
+def test_no_plan_is_faster_than_what_is_proved(instance: Instance) -> None:
+    try:
+        check(instance, most_layouts=150)
+    except TooLarge:
+        reject()
+
+
+def check(instance: Instance, *, most_layouts: int | None = None) -> None:
+    """Assert of an instance that no plan of a candidate is faster than a bound of it, that none is
+    faster than what the search proves, and that what it finds is a plan that fits.
+
+    Raises:
+        TooLarge: A setting has more layouts.
+    """
+    search, whole = instance.search, WholePlans(instance.search, most_layouts=most_layouts)
+    least = {candidate: whole.least_s(candidate) for candidate in instance.candidates}
+    for candidate, step_s in least.items():
+        for bound in (search.rough_bound, search.scalar_bound, search.bound, search.layout_bound):
+            assert bound(candidate) <= step_s * _SHARE, f"{bound.__name__} of {candidate}"
+    result, fastest = search.run(instance.candidates), min(least.values())
+    assert result.bound_s <= fastest * _SHARE
+    if result.best is None:
+        assert math.isinf(fastest) or result.unsettled
+        return
+    assert fastest <= result.best.step_s * _SHARE
+    assert max(result.best.stager.peak_bytes(result.best.cuts)) <= instance.cluster.usable_bytes

@@ -1,0 +1,198 @@
+"""All plans of a small instance, by enumeration and simulation: the space that
+docs/concepts/problem.md states, candidate by candidate, without any bound of the search.
+
+What is left out is never faster than what is simulated: a step is monotone in what its actions take
+(``test_simulate_properties``), so that of two layouts that fit with the same cuts and recomputed
+blocks the one with less of everything is enough, and of two sets of recomputed blocks the smaller.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from autopar.solver.candidates import Candidate
+from autopar.solver.facts import Floats
+from autopar.solver.layout.problem import Solution
+from autopar.solver.recomputing import choose_blocks
+from autopar.solver.search import Search
+from autopar.solver.settings import Setting
+from autopar.solver.solved import Solved, simulate_cuts
+from autopar.solver.stages import Stager
+from autopar.solver.virtual_cuts import virtual_cuts
+from tests.solver.layouts import all_layouts
+
+Blocks = frozenset[int]
+
+_ROUNDING = 1e-12
+
+
+class WholePlans:
+    """Enumerates plans of the candidates of a search; layouts are enumerated once for a setting."""
+
+    def __init__(self, search: Search, *, most_layouts: int | None = None) -> None:
+        self.search, self.most_layouts = search, most_layouts
+        self._layouts: dict[int, tuple[Setting, tuple[Solution, ...]]] = {}
+
+    def plans(self, candidate: Candidate) -> Iterator[Solved]:
+        """Every plan of a candidate that fits into memory and is not needless."""
+        if candidate.virtual_stages > 1:
+            yield from self._virtual_plans(candidate)
+            return
+        setting = self.search.setting(candidate)
+        own = _Layouts(self.search, candidate, setting, self.layouts(setting))
+        num = len(self.search.facts.model.blocks)
+        for inner in itertools.combinations(range(1, num), candidate.pp - 1):
+            yield from own.plans((0, *inner, num))
+
+    def least_s(self, candidate: Candidate) -> float:
+        """The fastest step of a candidate; inf where nothing fits."""
+        return min((plan.step_s for plan in self.plans(candidate)), default=math.inf)
+
+    def layouts(self, setting: Setting) -> tuple[Solution, ...]:
+        """All layouts of a setting.
+
+        Raises:
+            TooLarge: There are more than ``most_layouts``.
+        """
+        if id(setting) not in self._layouts:
+            found = all_layouts(setting.problem)
+            if self.most_layouts is not None:
+                found = itertools.islice(found, self.most_layouts + 1)
+            solutions = tuple(found)
+            if self.most_layouts is not None and len(solutions) > self.most_layouts:
+                raise TooLarge(f"more than {self.most_layouts} layouts")
+            self._layouts[id(setting)] = setting, solutions
+        return self._layouts[id(setting)][1]
+
+    def _virtual_plans(self, candidate: Candidate) -> Iterator[Solved]:
+        """With virtual stages the space has one layout, a few cuts, and for each the blocks that
+        have to be computed again.
+        """
+        search, setting = self.search, self.search.setting(candidate)
+        solution = setting.solution(candidate.recompute)
+        stager = search.layout_stager(candidate, setting, solution)
+        for cuts in virtual_cuts(search.stager(candidate, setting.least)):
+            if candidate.recompute == "blocks":
+                chosen = choose_blocks(stager, cuts)
+            else:
+                chosen = stager if _fits(stager, cuts) else None
+            if chosen is not None:
+                yield simulate_cuts(chosen.candidate, setting, solution, chosen, cuts)
+
+
+class TooLarge(Exception):
+    """An instance that enumeration is not for."""
+
+
+class _Layouts:
+    """Layouts of a candidate, fastest first, with what each has to compute again to fit."""
+
+    def __init__(
+        self,
+        search: Search,
+        candidate: Candidate,
+        setting: Setting,
+        solutions: Sequence[Solution],
+    ) -> None:
+        self.candidate, self.setting = candidate, setting
+        stagers = [search.layout_stager(candidate, setting, found) for found in solutions]
+        costs = np.array([_costs(stager) for stager in stagers])
+        order = np.argsort(costs.sum(axis=1), kind="stable").tolist()
+        self.solutions = [solutions[number] for number in order]
+        self.stagers = [stagers[number] for number in order]
+        # [i, j]: i is nowhere slower than j
+        self.no_slower = np.array(
+            [(costs[i] <= costs[order] * (1 + _ROUNDING)).all(axis=1) for i in order]
+        )
+        self.able = frozenset(np.flatnonzero(setting.facts.repeated_blocks("full")).tolist())
+        self.known: dict[tuple[int, int, int, int], tuple[Blocks, ...]] = {}
+
+    def plans(self, cuts: tuple[int, ...]) -> Iterator[Solved]:
+        """Those with these cuts."""
+        done: list[tuple[int, Blocks]] = []
+        for number, solution in enumerate(self.solutions):
+            for blocks in self.least_blocks(number, cuts):
+                if any(self.no_slower[n, number] and own <= blocks for n, own in done):
+                    continue
+                done.append((number, blocks))
+                stager = self.recomputing(number, blocks)
+                yield simulate_cuts(stager.candidate, self.setting, solution, stager, cuts)
+
+    def least_blocks(self, number: int, cuts: tuple[int, ...]) -> Iterator[Blocks]:
+        """Sets of blocks that have to be computed again at the least so that a layout fits."""
+        if _fits(self.recomputing(number, frozenset()), cuts):
+            yield frozenset()
+        elif self.candidate.recompute == "blocks":
+            of_stages = [self.of_stage(number, stage, cuts) for stage in range(len(cuts) - 1)]
+            for parts in itertools.product(*of_stages):
+                if any(parts):
+                    yield frozenset().union(*parts)
+                else:  # blocks are segments of their own then, and that was enough
+                    yield from self.single_blocks(number, cuts)
+
+    def of_stage(self, number: int, stage: int, cuts: tuple[int, ...]) -> tuple[Blocks, ...]:
+        """Of a stage, none of which contains another one."""
+        key = (number, stage, cuts[stage], cuts[stage + 1])
+        if key not in self.known:
+            found: list[Blocks] = []
+            for blocks in subsets(self.able & set(range(*key[2:]))):
+                if not any(smaller <= blocks for smaller in found):
+                    stager = self.with_blocks(number, blocks)
+                    if stager.stage_bytes(stage, cuts) <= stager.cluster.usable_bytes:
+                        found.append(blocks)
+            self.known[key] = tuple(found)
+        return self.known[key]
+
+    def single_blocks(self, number: int, cuts: tuple[int, ...]) -> Iterator[Blocks]:
+        """One block at least is computed again, wherever it is."""
+        found: list[Blocks] = []
+        for blocks in subsets(self.able):
+            new = blocks and not any(smaller <= blocks for smaller in found)
+            if new and _fits(self.with_blocks(number, blocks), cuts):
+                found.append(blocks)
+                yield blocks
+
+    def recomputing(self, number: int, blocks: Blocks) -> Stager:
+        """With these blocks computed again, or as the candidate is where it pins that."""
+        if self.candidate.recompute != "blocks":
+            return self.stagers[number]
+        if not blocks:
+            nothing = dataclasses.replace(self.candidate, recompute="none")
+            return dataclasses.replace(self.stagers[number], candidate=nothing)
+        return self.with_blocks(number, blocks)
+
+    def with_blocks(self, number: int, blocks: Blocks) -> Stager:
+        chosen = dataclasses.replace(self.candidate, recomputed_blocks=tuple(sorted(blocks)))
+        return dataclasses.replace(self.stagers[number], candidate=chosen)
+
+
+def subsets(blocks: Blocks) -> Iterator[Blocks]:
+    """All of them, smallest first."""
+    for size in range(len(blocks) + 1):
+        yield from map(frozenset, itertools.combinations(sorted(blocks), size))
+
+
+def _costs(stager: Stager) -> Floats:
+    """All of a layout that takes time: what a step is monotone in."""
+    costs = stager.costs
+    return np.concatenate(
+        [
+            costs.forward_s,
+            costs.backward_s,
+            costs.step_s,
+            costs.border_bytes,
+            costs.shared_numel,
+            stager.gather_s(),
+            stager.reduce_s(),
+            stager.optimizer_s(),
+        ]
+    )
+
+
+def _fits(stager: Stager, cuts: tuple[int, ...]) -> bool:
+    return max(stager.peak_bytes(cuts)) <= stager.cluster.usable_bytes
