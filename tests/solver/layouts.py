@@ -139,7 +139,7 @@ class _Grid:
             classes=self.classes,
             choices=possible[:, :num],
             states=possible[:, num:],
-            seconds=seconds[(slice(None), *at)].T,
+            seconds=np.stack([row[at] for row in seconds], axis=1),
             num_bytes=np.stack([held[at], beside[at]], axis=1),
         )
 
