@@ -31,15 +31,16 @@ in t, t − f and t − g, so that these three are what is bounded below (``Stag
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.solver.cuts import least_sum
+from autopar.solver.cuts import Reach, Windows
 from autopar.solver.facts import Floats
 from autopar.solver.recomputing import again_s
-from autopar.solver.stages import Stager, run_maxima, run_sums
+from autopar.solver.runs import Runs
+from autopar.solver.stages import Stager
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,68 +78,74 @@ def exact_times(stager: Stager) -> StageTimes:
     return StageTimes(both=forward + backward, forward=forward, backward=backward)
 
 
+AgainSeconds = Callable[[Runs], Floats]
+"""Seconds per micro-batch of what runs compute again so that they fit; inf where they do not."""
+
+
 class StageBounds:
-    """The bounds of all stages and runs of one candidate.
+    """The bounds of stages of one candidate.
 
     Args:
         stager: With the costs of a layout, or the least.
         times: The same.
-        again: ``again_s`` of all stages; default: exactly.
+        again: What stages compute again; default: ``again_s``, exactly.
     """
 
     def __init__(
-        self, stager: Stager, times: StageTimes, again: Sequence[Floats] | None = None
+        self, stager: Stager, times: StageTimes, again: AgainSeconds | None = None
     ) -> None:
-        self.stager, self.times, self.again = stager, times, again
+        self.stager, self.times = stager, times
+        self.again = again or functools.partial(again_s, stager)
         self.total = float(times.both.sum())
-        self.run = run_sums(times.both)
-        self.before = np.concatenate([[0.0], np.cumsum(times.both)])[:-1, None]
+        self.before = np.concatenate([[0.0], np.cumsum(times.both)])
         self.messages = self._messages()
-        self.total_again = 0.0
-        if again is not None and any(needed.any() for needed in again):
-            self.total_again = least_sum(stager.costs.num_blocks, again)
 
-    def __call__(self, stage: int) -> Floats:
-        """Over runs: no step with the run as ``stage`` is faster; inf where it does not fit."""
-        candidate = self.stager.candidate
-        num = candidate.num_micro_batches
-        needed = again_s(self.stager, stage) if self.again is None else self.again[stage]
-        fits = np.isfinite(needed)
-        again = np.where(fits, needed, 0.0)
-        run, total = self.run + again, self.total + np.maximum(again, self.total_again)
-        bound = self.before + num * run  # (A)
+    @property
+    def reach(self) -> Reach:
+        """Which stages may be within a threshold."""
+        num_bytes, room = self.stager.least_run_bytes()
+        before = np.zeros((num_bytes.shape[0], 1))
+        return Reach(
+            seconds=self.before,
+            num_micro_batches=self.stager.candidate.num_micro_batches,
+            num_bytes=np.concatenate([before, np.cumsum(num_bytes, axis=1)], axis=1),
+            room=room,
+        )
+
+    def __call__(self, windows: Windows) -> Floats:
+        """Of every stage in the windows: with it no step is faster; inf where it does not fit."""
+        runs, candidate = windows.runs, self.stager.candidate
+        num, stage = candidate.num_micro_batches, runs.stage
+        needed = self.again(runs)
+        again = np.where(np.isfinite(needed), needed, 0.0)
+        run, total = runs.sums(self.times.both) + again, self.total + again
+        if again.any():
+            total = np.maximum(total, self.total + windows.least_sum(needed))
+        before = self.before[runs.first]
+        bound = before + num * run  # (A)
         if candidate.schedule == "1f1b":
-            ahead = min(num, candidate.pp - stage) - 1
-            waiting = total + (num - 1) * run - ahead * run_sums(self.times.forward)
+            ahead = self.stager.flying[stage] - 1
+            waiting = total + (num - 1) * run - ahead * runs.sums(self.times.forward)
             bound = np.maximum(bound, waiting + self.messages[0])  # (B)
-            loop = self.total + again - self.before + self.messages[stage]
-            bound = np.maximum(bound, self.before + -(-num // (ahead + 1)) * loop)  # (F)
-            if num >= ahead + 2:  # (G)
-                returned = total + (num - ahead - 2) * run + self.messages[0]
-                bound = np.maximum(bound, returned + loop + self._slower_beyond_s(stage))
-        elif stage == candidate.pp - 1:
-            bound = np.maximum(bound, total + (num - 1) * run + self.messages[0])
-        extra, stream = self._communication(again)
+            loop = self.total + again - before + self.messages[stage]
+            bound = np.maximum(bound, before + np.ceil(num / (ahead + 1)) * loop)  # (F)
+            returned = total + (num - ahead - 2) * run + self.messages[0]
+            returned = returned + loop + self._slower_beyond_s(runs)
+            bound = np.where(num >= ahead + 2, np.maximum(bound, returned), bound)  # (G)
+        else:
+            waiting = total + (num - 1) * run + self.messages[0]
+            bound = np.where(stage == candidate.pp - 1, np.maximum(bound, waiting), bound)
+        extra, stream = self._communicate(runs, again)
         bound = np.maximum(bound + extra, stream)  # (C), (D)
-        return np.where(fits, bound, np.inf)
+        return np.where(np.isfinite(needed), bound, np.inf)
 
-    def _messages(self) -> list[float]:
+    def _messages(self) -> Floats:
         """For each stage, least seconds of the messages of a micro-batch to the end and back."""
         stager = self.stager
-        borders = stager.costs.border_bytes[1:]
+        borders = stager.costs.sent_bytes[1:]
         least = float(borders.min()) if len(borders) else 0.0
         hops = [stager.message_s(least, s) for s in range(stager.candidate.pp - 1)]
-        return [2 * sum(hops[stage:]) for stage in range(stager.candidate.pp)]
-
-    def _communication(self, again: Floats) -> tuple[Floats, Floats]:
-        """(C) and (E) added to what a stage computes, and (D); ``again`` lengthens backward."""
-        hides = self.stager.candidate.zero_stage <= 1 and self.stager.candidate.per_block
-        return self._communicate(again) if hides and again.any() else self._without
-
-    @functools.cached_property
-    def _without(self) -> tuple[Floats, Floats]:
-        """Communication without recomputation: the same for every stage."""
-        return self._communicate(np.zeros(self.run.shape))
+        return np.append(2 * np.cumsum(hops[::-1])[::-1], 0.0)
 
     @functools.cached_property
     def _slower(self) -> Floats:
@@ -152,38 +159,41 @@ class StageBounds:
         slowdown = self.stager.cluster.hardware.overlap.slowdown
         return slowdown * np.minimum(reduce, np.append(0.0, backward[:-1]))
 
-    def _slower_before_s(self) -> Floats:
-        """For runs by their first block: by how much the last micro-batch comes back later through
-        the stages before, at the least; the first block of each slows nothing.
+    def _slower_before_s(self, runs: Runs) -> Floats:
+        """By how much the last micro-batch comes back later through the stages before, at the
+        least; the first block of each slows nothing.
         """
-        before = np.concatenate([[0.0], np.cumsum(self._slower)[:-1]])
-        largest = np.concatenate([[0.0], np.maximum.accumulate(self._slower)[:-1]])
-        return np.maximum(0.0, before - (self.stager.candidate.pp - 1) * largest)[:, None]
+        before = np.concatenate([[0.0], np.cumsum(self._slower)])
+        largest = np.concatenate([[0.0], np.maximum.accumulate(self._slower)])
+        return np.maximum(0.0, before[runs.first] - runs.stage * largest[runs.first])
 
-    def _slower_beyond_s(self, stage: int) -> Floats:
-        """The same of the stages after ``stage``, for runs by the block after their last one."""
+    def _slower_beyond_s(self, runs: Runs) -> Floats:
+        """The same of the stages after."""
         after = np.append(np.cumsum(self._slower[::-1])[::-1], 0.0)
         largest = np.append(np.maximum.accumulate(self._slower[::-1])[::-1], 0.0)
-        return np.maximum(0.0, after - (self.stager.candidate.pp - 1 - stage) * largest)[None, :]
+        stages = self.stager.candidate.pp - 1 - runs.stage
+        return np.maximum(0.0, after[runs.end] - stages * largest[runs.end])
 
-    def _communicate(self, again: Floats) -> tuple[Floats, Floats]:
+    def _communicate(self, runs: Runs, again: Floats) -> tuple[Floats, Floats]:
+        """(C) and (E) added to what a stage computes, and (D); ``again`` lengthens backward."""
         stager, candidate = self.stager, self.stager.candidate
         gather, reduce = stager.gather_s(), stager.reduce_s()
-        gathers, reductions = run_sums(gather), run_sums(reduce)
+        gathers, reductions = runs.sums(gather), runs.sums(reduce)
         num, zero = candidate.num_micro_batches, candidate.zero_stage
-        slowdown = stager.cluster.hardware.overlap.hidden
-        each = np.maximum(0.0, 2 * (gathers - run_maxima(gather)))
-        stream, slow = gathers + reductions, np.zeros(self.run.shape)
-        first, last, behind = gathers, reductions, np.zeros(self.run.shape)
+        slowdown = stager.cluster.hardware.overlap.slowdown
+        each = np.maximum(0.0, 2 * (gathers - runs.maxima(gather)))
+        stream, slow = gathers + reductions, np.zeros(gathers.shape)
+        first, last, behind = gathers, reductions, slow
         if candidate.per_block:
-            first, last = gather[:, None] + slow, reduce[:, None] + slow
+            first, last = gather[runs.first] + slow, reduce[runs.first] + slow
             if candidate.schedule == "1f1b" and zero <= 1:
-                own = run_sums(self._slower) - self._slower[:, None]
-                first[0] += slowdown * (gathers[0] - gather[0])
-                last, behind = last + own, self._slower_before_s() + own + reduce[0]
+                own = runs.sums(self._slower) - self._slower[runs.first]
+                beside = np.where(runs.first == 0, slowdown * (gathers - first), 0.0)
+                behind = self._slower_before_s(runs) + own + reduce[0]
+                first, last = first + beside, last + own
                 if num >= candidate.pp + 1:
-                    first = np.maximum(first, gathers - run_sums(self.times.forward))
-                    last = np.maximum(last, reductions - run_sums(self.times.backward) - again)
+                    first = np.maximum(first, gathers - runs.sums(self.times.forward))
+                    last = np.maximum(last, reductions - runs.sums(self.times.backward) - again)
             elif zero == 3:
                 stream = (each + reductions) * (num if candidate.schedule == "1f1b" else 1)
             elif zero == 2 and candidate.schedule == "1f1b":
@@ -195,18 +205,18 @@ class StageBounds:
             elif candidate.schedule == "layered" and zero >= 1:
                 hidden = gathers + reductions - first - last
                 slow = slowdown * (hidden + (each / 2 if zero == 3 else 0.0))
-        once = run_sums(stager.optimizer_s() + stager.costs.step_s)
+        once = runs.sums(stager.optimizer_s() + stager.costs.step_s)
         once = once + stager.cluster.hardware.runtime.step_s
         # what happens before a stage meanwhile hides it: first forwards, last backwards, messages
         way = self.messages[0] / 2
-        passed = np.concatenate([[0.0], np.cumsum(self.times.forward)[:-1] + way])[:, None]
-        returned = np.concatenate([[0.0], np.cumsum(self.times.backward)[:-1] + way])[:, None]
+        passed = np.concatenate([[0.0], np.cumsum(self.times.forward)[:-1] + way])[runs.first]
+        returned = np.concatenate([[0.0], np.cumsum(self.times.backward)[:-1] + way])[runs.first]
         added = np.maximum(0.0, first - passed) + np.maximum(behind, last + once - returned) + slow
         if candidate.pp == 1 and candidate.per_block:  # nothing to wait for: hidden or exposed
             total = stream
             if candidate.schedule == "1f1b" and zero == 3:
                 total = num * (each + reductions)
-            firsts = gather[:, None] + reduce[:, None]
+            firsts = gather[runs.first] + reduce[runs.first]
             hidden = slowdown * np.maximum(0.0, total - firsts)
             added = np.maximum(added, firsts + hidden + once)
         return added, stream + once

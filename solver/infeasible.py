@@ -9,7 +9,7 @@ import numpy as np
 
 from autopar.ir.errors import InfeasibleError
 from autopar.solver.candidates import Candidate
-from autopar.solver.cuts import best_cuts
+from autopar.solver.cuts import all_windows
 from autopar.solver.instance import Instance
 from autopar.solver.relaxations import relaxations
 from autopar.solver.search import Search
@@ -77,9 +77,9 @@ def _fullest(search: Search, candidate: Candidate) -> _Closest:
     if candidate.virtual_stages > 1:
         cuts = min(virtual_cuts(stager), key=lambda cuts: max(stager.peak_bytes(cuts)))
     else:
-        _, cuts = best_cuts(
-            stager.costs.num_blocks, candidate.pp, lambda stage: stager.peak_matrix(stage)
-        )
+        windows = all_windows(stager.costs.num_blocks, candidate.pp)
+        assert windows is not None, "a candidate has no more stages than blocks"
+        _, cuts = windows.least_largest(stager.run_peaks(windows.runs))
     causes = [stager.bytes_by_cause(stager.contents(stage, cuts)) for stage in range(candidate.pp)]
     sums = [sum(of_stage.values()) for of_stage in causes]
     stage = int(np.argmax(sums))

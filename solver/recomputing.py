@@ -15,36 +15,35 @@ import numpy as np
 from autopar.solver.candidates import Candidate
 from autopar.solver.facts import Floats
 from autopar.solver.in_flight import in_flight
-from autopar.solver.stages import ROUNDED_BYTES, Stager, run_maxima, run_sums
+from autopar.solver.runs import Runs
+from autopar.solver.stages import ROUNDED_BYTES, Stager
 
 _BYTE = 1.0
 
 
-def again_s(stager: Stager, stage: int, *, exact: bool = True) -> Floats:
-    """Seconds per micro-batch of what every run as ``stage`` computes again so that it fits; inf
-    where it cannot. Where the candidate says what is recomputed they are 0, or inf.
+def again_s(stager: Stager, runs: Runs, *, exact: bool = True) -> Floats:
+    """Seconds per micro-batch of what runs compute again so that they fit; inf where they cannot.
+    Where the candidate says what is recomputed they are 0, or inf.
 
     With ``exact=False`` no choice of blocks takes less: parameters that several blocks share count
     only where they are first used, and of blocks that differ the last one counts in part.
     """
-    costs = stager.costs
-    if stager.candidate.recompute != "blocks" or stager.candidate.recomputed_blocks:
+    costs, candidate = stager.costs, stager.candidate
+    if candidate.recompute != "blocks" or candidate.recomputed_blocks:
         usable = stager.cluster.usable_bytes + (0 if exact else ROUNDED_BYTES)
-        return np.where(stager.peak_matrix(stage, shared=exact) <= usable, 0.0, np.inf)
-    kept = stager.kept_matrix(stage)
-    need = kept - stager.room_matrix(stage, shared=exact)
+        return np.where(stager.run_peaks(runs, shared=exact) <= usable, 0.0, np.inf)
+    need = stager.run_kept(runs) - stager.run_room(runs, shared=exact)
     seconds = np.zeros(need.shape)
     if not (need > 0).any():
         return seconds
     saved = _saved_bytes(stager) if exact else costs.held_bytes * costs.again("full")
     # one at a time they are there again: the largest, or the smallest at least
     able = costs.held_bytes[saved > 0]
-    again = run_maxima(costs.held_bytes * (saved > 0)) if exact else min(able, default=0.0)
-    need = np.where(need > 0, need + again, 0.0)
-    flying = np.full(need.shape, float(in_flight(stager.candidate, stage).max()))
-    if stager.candidate.schedule == "layered" and not stager.candidate.per_block:
-        flying[:, -1] = 1.0
-    left = np.maximum(need, 0.0)
+    again = runs.maxima(costs.held_bytes * (saved > 0)) if exact else min(able, default=0.0)
+    left = np.where(need > 0, need + again, 0.0)
+    flying = stager.flying[runs.stage]
+    if candidate.schedule == "layered" and not candidate.per_block:
+        flying = np.where(runs.end == costs.num_blocks, 1.0, flying)
     kinds = _kinds(saved, costs.forward_s)
     whole = seconds
     if not exact and kinds:  # so many blocks at least, of those that take least
@@ -52,7 +51,7 @@ def again_s(stager: Stager, stage: int, *, exact: bool = True) -> Floats:
         whole = np.ceil((left - _BYTE) / (most * flying)) * least
     for gain, forward, alike in kinds:
         wanted = left / (gain * flying)
-        number = np.minimum(run_sums(alike), np.ceil(wanted) if exact else wanted)
+        number = np.minimum(runs.sums(alike), np.ceil(wanted) if exact else wanted)
         seconds += number * forward
         left = np.maximum(left - number * gain * flying, 0.0)
     if not exact:
@@ -61,7 +60,7 @@ def again_s(stager: Stager, stage: int, *, exact: bool = True) -> Floats:
 
 
 def priced_again_s(
-    stager: Stager, stage: int, priced: Mapping[float, Floats], both: Floats
+    stager: Stager, runs: Runs, priced: Mapping[float, Floats], both: Floats
 ) -> Floats:
     """As ``again_s``, beyond ``both`` seconds, under any layout: what is fast may keep more than
     what keeps least.
@@ -74,17 +73,17 @@ def priced_again_s(
         both: Seconds of blocks, per micro-batch.
     """
     candidate = stager.candidate
-    flying = float(in_flight(candidate, stage).max())
     kept = stager.costs.input_bytes.copy()
     if candidate.schedule == "layered":
         kept[-1] /= candidate.num_micro_batches  # the last segment keeps one micro-batch at a time
-    inputs = run_sums(kept) if candidate.per_block else 0.0
-    room = stager.room_matrix(stage, shared=False) / flying - inputs
+    inputs = runs.sums(kept) if candidate.per_block else 0.0
+    room = stager.run_room(runs, shared=False) / stager.flying[runs.stage] - inputs
     found = np.zeros(room.shape)
     for price, values in priced.items():
-        found = np.maximum(found, run_sums(values - both) - price * room)
+        found = np.maximum(found, runs.sums(values - both) - price * room)
     if candidate.schedule == "layered" and not candidate.per_block:
-        found[:, -1] = 0.0  # the last run keeps one micro-batch at a time
+        # the last run keeps one micro-batch at a time
+        found = np.where(runs.end == stager.costs.num_blocks, 0.0, found)
     return found
 
 

@@ -17,6 +17,7 @@ candidates. What is then proved is the lowest bound of all candidates, solved on
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 import time
@@ -37,6 +38,7 @@ from autopar.solver.in_flight import in_flight, most_in_flight
 from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.problem import MemoryLimit, Solution
 from autopar.solver.recomputing import again_s, choose_blocks, priced_again_s
+from autopar.solver.runs import Runs
 from autopar.solver.settings import Setting, make_setting
 from autopar.solver.solved import Solved, simulate_cuts
 from autopar.solver.stages import Stager
@@ -235,25 +237,18 @@ class Search:
             times = setting.least_times(candidate.recompute).plus_backward(stager.adding_s())
             own = least_cut_bound_s(stager, times, self._cuts(candidate, stager))
             return max(scalar_bound_s(candidate, times), own)
-        again = [again_s(stager, stage, exact=False) for stage in range(candidate.pp)]
+        again = functools.partial(again_s, stager, exact=False)
         added = stager.adding_s()
         times = setting.roofline_times(candidate.recompute).plus_backward(added)
-        rooflines = StageBounds(stager, times, again)
-        if not math.isfinite(self._cut(candidate, rooflines)[0]):
+        rough, _ = self._cut(StageBounds(stager, times, again))
+        if not math.isfinite(rough):
             return math.inf
         joint = candidate.pp == 1
         times = (setting.joint_times if joint else setting.least_times)(candidate.recompute)
         if candidate.recompute == "blocks" and candidate.tp > 1:
             stager = self.stager(candidate, setting.tight())
-            priced = {price: setting.priced(price) for price in setting.prices()}
-            again = [
-                np.maximum(
-                    again_s(stager, stage, exact=False),
-                    priced_again_s(stager, stage, priced, times.both),
-                )
-                for stage in range(candidate.pp)
-            ]
-        return self._cut(candidate, StageBounds(stager, times.plus_backward(added), again))[0]
+            again = functools.partial(_least_again_s, stager, setting, times.both)
+        return self._cut(StageBounds(stager, times.plus_backward(added), again), rough)[0]
 
     def frontier_bound(self, candidate: Candidate) -> float:
         """Over all trades of time for memory in the blocks that repeat: what takes least keeps
@@ -261,16 +256,16 @@ class Search:
         """
         setting = self.setting(candidate)
         times = setting.least_times(candidate.recompute)
-        own, best = setting.main_blocks(), math.inf
+        own, best, least = setting.main_blocks(), math.inf, self.scalar_bound(candidate)
         for held, both in setting.frontier():
             kept = setting.tight().held_bytes.copy()
             kept[own] = np.maximum(kept[own], held)
             stager = self.stager(candidate, replace(setting.tight(), held_bytes=kept))
-            again = [again_s(stager, stage, exact=False) for stage in range(candidate.pp)]
+            again = functools.partial(again_s, stager, exact=False)
             slower = np.zeros(len(kept))
             slower[own] = np.maximum(0.0, both - times.both[own])
             longer = times.plus(slower).plus_backward(stager.adding_s())
-            best = min(best, self._cut(candidate, StageBounds(stager, longer, again))[0])
+            best = min(best, self._cut(StageBounds(stager, longer, again), least)[0])
         return best
 
     def layout_bound(self, candidate: Candidate) -> float:
@@ -303,8 +298,8 @@ class Search:
             return choose_blocks(stager, cuts)
         return stager if max(stager.peak_bytes(cuts)) <= self.cluster.usable_bytes else None
 
-    def _cut(self, candidate: Candidate, bounds: StageBounds) -> tuple[float, tuple[int, ...]]:
-        return best_cuts(len(self.facts.model.blocks), candidate.pp, bounds)
+    def _cut(self, bounds: StageBounds, guess_s: float = 0.0) -> tuple[float, tuple[int, ...]]:
+        return best_cuts(bounds, bounds.reach, guess_s=guess_s)
 
     def solve_anyway(self, candidate: Candidate) -> Solved:
         """The candidate with its fastest layout, whether or not it fits into memory."""
@@ -314,9 +309,9 @@ class Search:
         times = exact_times(stager)
         found = self._cuts(candidate, stager, times)
         if not found:  # no cuts fit: those that are fastest
-            nothing = np.zeros((len(self.facts.model.blocks), len(self.facts.model.blocks) + 1))
-            bounds = StageBounds(stager, times, [nothing] * candidate.pp)
-            found = (self._cut(candidate, bounds)[1],)
+            bounds = StageBounds(stager, times, lambda runs: np.zeros(runs.length.shape))
+            anywhere = replace(bounds.reach, room=math.inf)
+            found = (best_cuts(bounds, anywhere)[1],)
         return min(
             (simulate_cuts(candidate, setting, solution, stager, cuts) for cuts in found),
             key=lambda solved: solved.step_s,
@@ -376,7 +371,7 @@ class Search:
         if candidate.virtual_stages > 1:
             return virtual_cuts(self.stager(candidate, self.setting(candidate).least))
         times = exact_times(stager) if times is None else times
-        bound, cuts = self._cut(candidate, StageBounds(stager, times))
+        bound, cuts = self._cut(StageBounds(stager, times))
         return (cuts,) if math.isfinite(bound) else ()
 
     def _memory_limits(
@@ -425,6 +420,13 @@ class Search:
             copies=tuple(copies),
             parameter_bytes=(0.0,) * len(setting.problem.classes),
         )
+
+
+def _least_again_s(stager: Stager, setting: Setting, both: Floats, runs: Runs) -> Floats:
+    """What no layout of a candidate is below that computes blocks again."""
+    priced = {price: setting.priced(price) for price in setting.prices()}
+    least = again_s(stager, runs, exact=False)
+    return np.maximum(least, priced_again_s(stager, runs, priced, both))
 
 
 def _variants(candidate: Candidate) -> tuple[Candidate, ...]:

@@ -118,7 +118,7 @@ def simulate(
         schedule: The actions of every stage.
         times: Costs of the segments.
         optimizer_s: Seconds of the optimizer on each stage.
-        slowdown: Seconds by which a second of overlap lengthens compute.
+        slowdown: Seconds by which a second of overlap lengthens compute, at most 1.
         record: Whether to keep the timeline.
 
     Raises:
@@ -320,12 +320,19 @@ class _Rank:
         start = self.clock
         while self.comm and self.comm[0][1] <= start:
             self.comm.popleft()
-        overlap = sum(
-            max(0.0, min(end, start + seconds) - max(begin, start)) for begin, end in self.comm
-        )
-        seconds += self.slowdown * overlap
-        self.clock = start + seconds
-        self.busy_s += seconds
+        clock, left, share = start, seconds, 1 - self.slowdown
+        for begin, end in self.comm:
+            free = max(0.0, begin - clock)
+            if left <= free:
+                break
+            clock, left = clock + free, left - free
+            within = max(0.0, end - clock)
+            if left <= share * within:
+                clock, left = clock + left / share if left else clock, 0.0
+                break
+            clock, left = clock + within, left - share * within
+        self.clock = clock + left
+        self.busy_s += self.clock - start
         self.note(action, start, self.clock)
 
     def communicate(self, action: Action, seconds: float) -> float:

@@ -21,6 +21,7 @@ from autopar.solver.costs.parameters import ParameterCosts
 from autopar.solver.facts import BlockCosts, Floats
 from autopar.solver.hardware import Cluster
 from autopar.solver.in_flight import in_flight
+from autopar.solver.runs import Runs
 
 ROUNDED_BYTES = 16
 """Each cause of ``bytes_by_cause`` is rounded down: no sum of them is so much below the account."""
@@ -127,6 +128,13 @@ class Stager:
         if self.candidate.zero_stage:
             numel = self._shard_numel(numel, self.costs.expert_numel)
         return self._parameter_costs().update_s(self.costs.num_first_parameters, numel)
+
+    def border_s(self, block: int, border: int) -> float:
+        """Seconds until what passes from before ``block`` to it and after is on the next stage."""
+        gathered = float(self.costs.gathered_bytes[block])
+        group = group_of(self.cluster, size=self.candidate.tp, stride=1)
+        gather_s = Links(self.cluster).seconds(Collective.ALL_GATHER, gathered, group)
+        return self.message_s(float(self.costs.sent_bytes[block]), border) + gather_s
 
     def message_s(self, num_bytes: float, border: int) -> float:
         """Seconds of a message of a rank from stage ``border`` to the next."""
@@ -243,84 +251,96 @@ class Stager:
         """Peak bytes of one stage."""
         return sum(self.bytes_by_cause(self.contents(stage, cuts)).values())
 
-    def peak_matrix(self, stage: int, *, shared: bool = True) -> Floats:
-        """Peak bytes of every run as ``stage`` without virtual stages; without
-        ``shared``, parameters that several blocks share count only where they are first used.
+    def run_peaks(self, runs: Runs, *, shared: bool = True) -> Floats:
+        """Peak bytes of runs, without virtual stages; without ``shared``, parameters that several
+        blocks share count only where they are first used.
         """
-        rebuilt = run_maxima(self.rebuilt_bytes())
-        return self._account(stage, shared=shared).peak(self.kept_matrix(stage) + rebuilt)
+        rebuilt = runs.maxima(self.rebuilt_bytes())
+        return self._account(runs, shared=shared).peak(self.run_kept(runs) + rebuilt)
 
-    def kept_matrix(self, stage: int) -> Floats:
-        """Bytes that every run as ``stage`` keeps of all micro-batches in flight."""
+    def run_kept(self, runs: Runs) -> Floats:
+        """Bytes that runs keep of all micro-batches in flight."""
         candidate = self.candidate
-        flying = float(in_flight(candidate, stage).max())
-        kept = self._kept_once * flying
+        flying = self.flying[runs.stage]
+        first_kept, inside = self._kept
+        kept = (runs.sums(inside) + (first_kept - inside)[runs.first]) * flying
         if candidate.schedule == "layered" and not candidate.per_block:
-            kept[:, -1] /= flying  # the last segment has one micro-batch at a time
+            # the last segment has one micro-batch at a time
+            kept = np.where(runs.end == self.costs.num_blocks, kept / flying, kept)
         return kept
 
-    def room_matrix(self, stage: int, *, shared: bool = True) -> Floats:
-        """Bytes that every run as ``stage`` may keep, with those of the block that is recomputed;
-        negative where nothing fits. For ``shared`` see ``peak_matrix``; without it, no run that
-        fits keeps more.
+    def run_room(self, runs: Runs, *, shared: bool = True) -> Floats:
+        """Bytes that runs may keep, with those of the block that is recomputed; negative where
+        nothing fits. For ``shared`` see ``run_peaks``; without it, no run that fits keeps more.
         """
-        key = (self._overlaps(stage), shared)
-        if key not in self._rooms:
-            account = self._account(stage, shared=shared)
-            usable = self.cluster.usable_bytes + (0 if shared else ROUNDED_BYTES)
-            self._rooms[key] = account.most_kept(usable)
-        return self._rooms[key]
+        usable = self.cluster.usable_bytes + (0 if shared else ROUNDED_BYTES)
+        return self._account(runs, shared=shared).most_kept(usable)
 
     @functools.cached_property
-    def _rooms(self) -> dict[tuple[bool, bool], Floats]:
-        return {}
-
-    @functools.cached_property
-    def _kept_once(self) -> Floats:
-        first_kept, inside = self._kept
-        return run_sums(inside) + (first_kept - inside)[:, None]
+    def flying(self) -> Floats:
+        """The most micro-batches that each stage has in flight."""
+        candidate = self.candidate
+        return np.array([in_flight(candidate, stage).max() for stage in range(candidate.pp)])
 
     def _overlaps(self, stage: int) -> bool:
-        return bool((in_flight(self.candidate, stage) > 1).any())
+        return bool(self.flying[stage] > 1)
 
-    def _account(self, stage: int, *, shared: bool) -> Account:
-        """All of every run's bytes as ``stage`` but what it keeps, and what is recomputed: it is
-        ``rank_bytes`` on matrices, and held to it by a test.
-        """
-        costs, candidate, sizes = self.costs, self.candidate, self.sizes
-        memory, zero, shards = (
-            self.cluster.hardware.memory,
-            candidate.zero_stage,
-            candidate.num_shards,
-        )
-        numel_of_blocks = costs.shared_numel if shared else costs.numel
-        experts = run_sums(costs.shared_expert_numel if shared else costs.expert_numel)
-        numel = run_sums(numel_of_blocks)
-        largest = run_maxima(numel_of_blocks) if candidate.per_block else numel
-        sharded = shard_numel(numel, experts, num_shards=shards, ep=candidate.ep)
-        master = sizes.master or (sizes.compute if zero in (1, 2) and shards > 1 else 0)
+    def _parameter_bytes(self, numel: Floats, experts: Floats) -> tuple[Floats, Floats]:
+        """Bytes of parameters, gradients and optimizer state, and of gradients widened to fp32."""
+        candidate, sizes, zero = self.candidate, self.sizes, self.candidate.zero_stage
+        sharded = self._shard_numel(numel, experts)
+        master = sizes.master
+        if not master and zero in (1, 2) and candidate.num_shards > 1:
+            master = sizes.compute
         fixed = (
             (sharded if zero == 3 else numel) * sizes.compute
             + (sharded if zero >= 1 else numel) * (master + sizes.moments)
             + (sharded if zero >= 2 else numel) * sizes.gradient
         )
-        num = costs.num_blocks
-        length = np.arange(num + 1)[None, :] - np.arange(num)[:, None]
-        doubled = np.minimum(2, length) if candidate.per_block else 1
+        return fixed, (sharded if zero >= 1 else numel) * sizes.widened
+
+    def least_run_bytes(self) -> tuple[Floats, float]:
+        """For each stage (a row), bytes of each block that no choice of recomputed blocks is below;
+        and what a stage has for them at the most. Of blocks at the end of a stage some count less.
+        """
+        candidate, costs = self.candidate, self.costs
+        parameters, _ = self._parameter_bytes(costs.numel, costs.expert_numel)
+        kept = self._kept[1]
+        if candidate.recompute == "blocks" and not candidate.recomputed_blocks:
+            kept = np.minimum(kept, np.minimum(costs.held_bytes, costs.input_bytes))
+            kept = np.where(costs.again("full") > 0, kept, 0.0)
+        if candidate.schedule == "layered" and not candidate.per_block:
+            kept = np.zeros(kept.shape)
+        room = self.cluster.usable_bytes + ROUNDED_BYTES
+        return parameters + self.flying[:, None] * kept, room
+
+    def _account(self, runs: Runs, *, shared: bool) -> Account:
+        """All bytes of runs but what they keep, and what is recomputed: it is ``rank_bytes`` on
+        arrays, and held to it by a test.
+        """
+        costs, candidate, sizes = self.costs, self.candidate, self.sizes
+        memory, zero = self.cluster.hardware.memory, candidate.zero_stage
+        numel_of_blocks = costs.shared_numel if shared else costs.numel
+        experts = runs.sums(costs.shared_expert_numel if shared else costs.expert_numel)
+        numel = runs.sums(numel_of_blocks)
+        fixed, floor = self._parameter_bytes(numel, experts)
+        largest = runs.maxima(numel_of_blocks) if candidate.per_block else numel
+        doubled = np.minimum(2, runs.length) if candidate.per_block else 1
         buffers, gathered = largest * sizes.compute, np.zeros(numel.shape)
-        if zero >= 2 and shards > 1:
+        if zero >= 2 and candidate.num_shards > 1:
             layered = candidate.schedule == "layered"
             buffers = buffers + largest * sizes.gradient * (doubled if layered else 1)
-        if zero == 3 and shards > 1:
+        if zero == 3 and candidate.num_shards > 1:
             gathered = largest * doubled * sizes.compute
         borders = np.append(costs.border_bytes, 0.0)
-        messages = 2.0 * (borders[:-1, None] + borders[None, :])
-        temporary = np.maximum(run_maxima(costs.temporary_bytes), buffers)
+        messages = 2.0 * (borders[runs.first] + borders[runs.end])
+        temporary = np.maximum(runs.maxima(costs.temporary_bytes), buffers)
+        lost = np.array([memory.lost_share(overlap=bool(n > 1)) for n in self.flying])
         return Account(
             fixed=fixed + memory.context_bytes,
             beside=temporary + messages + gathered,
-            floor=(sharded if zero >= 1 else numel) * sizes.widened,
-            fragmentation=memory.lost_share(overlap=self._overlaps(stage)),
+            floor=floor,
+            fragmentation=lost[runs.stage],
         )
 
 
@@ -338,7 +358,7 @@ class Account:
     fixed: Floats
     beside: Floats
     floor: Floats
-    fragmentation: float
+    fragmentation: Floats
 
     def peak(self, kept: Floats) -> Floats:
         """Bytes of runs that keep so much."""
@@ -348,7 +368,8 @@ class Account:
     def most_kept(self, usable_bytes: float) -> Floats:
         """The most that runs can keep; negative where nothing fits."""
         room, share = usable_bytes - self.fixed, self.fragmentation
-        above_floor = (room - self.floor) / share if share else np.full(room.shape, np.inf)
+        with np.errstate(divide="ignore", invalid="ignore"):  # nothing is lost: no limit
+            above_floor = np.where(share > 0, (room - self.floor) / share, np.inf)
         held = np.minimum(room / (1 + share), above_floor)
         return np.where(room >= self.floor, held, 0.0) - self.beside
 
@@ -363,24 +384,3 @@ def _seconds_of(links: Links, collective: Collective, num_bytes: Floats, group: 
 @functools.lru_cache(maxsize=4096)
 def _seconds(cluster: Cluster, collective: Collective, num_bytes: float, group: Group) -> float:
     return Links(cluster).seconds(collective, num_bytes, group)
-
-
-def run_sums(values: Floats) -> Floats:
-    """Sums of all runs: ``[i, j]`` is the sum of ``values[i:j]``, for ``j`` up to the length."""
-    prefix = np.concatenate([[0.0], np.cumsum(values)])
-    return prefix[None, :] - prefix[:-1, None]
-
-
-def run_maxima(values: Floats) -> Floats:
-    """Maxima of all runs of non-negative ``values``; 0 for empty ones. Not to be written to."""
-    return _run_maxima(values.tobytes())
-
-
-@functools.lru_cache(maxsize=64)  # every stage of a candidate asks for the same ones
-def _run_maxima(data: bytes) -> Floats:
-    values = np.frombuffer(data)
-    masked = np.triu(np.broadcast_to(values, (len(values), len(values))))
-    found = np.zeros((len(values), len(values) + 1))
-    np.maximum.accumulate(masked, axis=1, out=found[:, 1:])
-    found.flags.writeable = False
-    return found

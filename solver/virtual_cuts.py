@@ -105,10 +105,7 @@ def cut_bound_s(
         at_ends=gathers[0] + reductions[0],
         again=2 * (gathers - largest).sum(axis=0),
     )
-    hops = [
-        2 * stager.message_s(float(stager.costs.border_bytes[cuts[stage + 1]]), stage)
-        for stage in range(pp - 1)
-    ]
+    hops = [2 * stager.border_s(cuts[stage + 1], stage) for stage in range(pp - 1)]
     before = np.concatenate([[0.0], np.cumsum(both[0][:-1] + np.array(hops))])
     returned = np.concatenate([[0.0], np.cumsum(runs(times.backward)[0][:-1] + np.array(hops))])
     work = candidate.num_micro_batches * (both.sum(axis=0) + again)
@@ -130,7 +127,7 @@ def _traffic_s(
         again: Of gathers for a forward and a backward in ZeRO 3, the last one kept in between.
     """
     candidate, zero = stager.candidate, stager.candidate.zero_stage
-    slowdown, num = stager.cluster.hardware.overlap.hidden, candidate.num_micro_batches
+    slowdown, num = stager.cluster.hardware.overlap.slowdown, candidate.num_micro_batches
     if candidate.schedule == "layered" or zero <= 1:
         stream = (again if zero == 3 else gathers) + reductions
         return slowdown * np.maximum(0.0, gathers + reductions - at_ends), stream

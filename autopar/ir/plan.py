@@ -460,6 +460,10 @@ def _check_costs(plan: Plan, costs: ActionCosts, where: str) -> None:
     for number in numbers:
         if not 0 <= number < math.inf:
             raise PlanFormatError(f"action costs: {number} is out of range", where=where)
+    if costs.slowdown > 1:
+        raise PlanFormatError(
+            f"action costs: a slowdown of {costs.slowdown} is out of range", where=where
+        )
 
 
 def _check_batch(batch: BatchPlan, batch_ranks: int, where: str) -> None:

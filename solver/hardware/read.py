@@ -116,6 +116,7 @@ class _Reader:
         if kind is int and found != int(found):
             raise ClusterError(f"{path} must be a whole number, not {found}", where=self.where)
         share = path.startswith("efficiency.") or path in (
+            "overlap.slowdown",
             "node_link.in_step",
             "network.efficiency",
         )

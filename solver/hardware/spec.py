@@ -134,13 +134,6 @@ class Overlap:
 
     slowdown: float
 
-    @property
-    def hidden(self) -> float:
-        """Seconds that compute is longer, at the least, for a second of communication beside it:
-        an action that is longer hides so much more.
-        """
-        return self.slowdown / (1 + self.slowdown)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:

@@ -1,42 +1,90 @@
-"""Stage cuts: the dynamic program finds what enumeration finds."""
+"""Stage cuts: the dynamic program in its windows finds what enumeration finds."""
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.solver.cuts import best_cuts
-from autopar.solver.stages import run_maxima, run_sums
+from autopar.solver.cuts import Reach, Windows, all_windows, best_cuts
+from autopar.solver.facts import Floats
+from autopar.solver.runs import all_runs, cut_runs
+
+values = st.floats(0.1, 9.0)
 
 
-@given(
-    blocks=st.lists(st.floats(0.1, 9.0), min_size=1, max_size=8),
-    stages=st.integers(1, 5),
-    limit=st.floats(1.0, 40.0),
-)
-def test_cuts_equal_brute_force(blocks, stages, limit):
-    num = len(blocks)
-    sums = run_sums(np.array(blocks))
-    costs = [np.where(sums <= limit, sums * (1 + 0.1 * s), math.inf) for s in range(stages)]
-    best, cuts = best_cuts(num, stages, lambda stage: costs[stage])
-    expected = math.inf
+@st.composite
+def stage_costs(draw: Any) -> tuple[Reach, list[Floats]]:
+    """Costs of all runs as each stage, inf for some, none below what the reach says."""
+    blocks = draw(st.lists(values, min_size=1, max_size=9))
+    stages, num, num_blocks = draw(st.integers(1, 5)), draw(st.integers(1, 5)), len(blocks)
+    sizes = [draw(st.lists(values, min_size=num_blocks, max_size=num_blocks))] * stages
+    room = draw(st.sampled_from([10.0, 20.0, math.inf]))
+    costs = []
+    for stage in range(stages):
+        runs = all_runs(num_blocks, stage)
+        before = np.concatenate([[0.0], np.cumsum(blocks)])[runs.first]
+        more = [draw(st.floats(0, 5)) for _ in range(3)]
+        cost = (
+            before
+            + num * runs.sums(np.array(blocks))
+            + np.resize(more, (num_blocks, num_blocks + 1))
+        )
+        fits = runs.sums(np.array(sizes[stage])) <= room
+        costs.append(np.where(fits, cost, math.inf))
+    prefix = np.concatenate([np.zeros((stages, 1)), np.cumsum(sizes, axis=1)], axis=1)
+    seconds = np.concatenate([[0.0], np.cumsum(blocks)])
+    reach = Reach(seconds=seconds, num_micro_batches=num, num_bytes=prefix, room=room)
+    return reach, costs
+
+
+def enumerated(costs: list[Floats], combine: Any) -> float:
+    num, stages = len(costs[0]), len(costs)
+    least = math.inf
     for inner in itertools.combinations(range(1, num), stages - 1):
         ends = (0, *inner, num)
-        worst = max(costs[s][ends[s], ends[s + 1]] for s in range(stages)) if stages <= num else 0
-        expected = min(expected, worst)
-    if stages > num:
-        expected = math.inf
-    assert math.isclose(best, expected) or best == expected
+        if len(ends) == stages + 1 and stages <= num:
+            least = min(least, combine(costs[s][ends[s], ends[s + 1]] for s in range(stages)))
+    return least
+
+
+def within(costs: list[Floats], windows: Windows) -> Floats:
+    """The costs of the runs of windows."""
+    runs = windows.runs
+    first = np.minimum(runs.first, len(costs[0]) - 1)
+    return np.stack(costs)[runs.stage, first, runs.end]
+
+
+@given(stage_costs(), st.floats(0, 100))
+def test_cuts_equal_brute_force(drawn: tuple[Reach, list[Floats]], guess_s: float) -> None:
+    reach, costs = drawn
+    best, cuts = best_cuts(lambda windows: within(costs, windows), reach, guess_s=guess_s)
+    expected = enumerated(costs, max)
+    assert best == expected or math.isclose(best, expected)
     if cuts:
-        assert max(costs[s][cuts[s], cuts[s + 1]] for s in range(stages)) == best
+        assert max(costs[s][cuts[s], cuts[s + 1]] for s in range(len(costs))) == best
 
 
-@given(values=st.lists(st.floats(0, 10), min_size=1, max_size=6))
-def test_runs_are_sums_and_maxima(values):
-    sums, maxima = run_sums(np.array(values)), run_maxima(np.array(values))
-    for i in range(len(values)):
-        for j in range(i + 1, len(values) + 1):
-            assert math.isclose(sums[i, j], sum(values[i:j]), abs_tol=1e-9)
-            assert maxima[i, j] == max(values[i:j])
+@given(stage_costs())
+def test_the_least_sum_equals_brute_force(drawn: tuple[Reach, list[Floats]]) -> None:
+    _, costs = drawn
+    windows = all_windows(len(costs[0]), len(costs))
+    if windows is None:
+        assert len(costs[0]) < len(costs)
+    else:
+        least, expected = windows.least_sum(within(costs, windows)), enumerated(costs, sum)
+        assert least == expected or math.isclose(least, expected)
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=9))
+def test_runs_are_sums_and_maxima(drawn: list[float]) -> None:
+    runs, num = all_runs(len(drawn), 0), len(drawn)
+    sums, maxima = runs.sums(np.array(drawn)), runs.maxima(np.array(drawn))
+    for i, j in itertools.combinations(range(num + 1), 2):
+        assert math.isclose(sums[i, j], sum(drawn[i:j]), abs_tol=1e-9)
+        assert maxima[i, j] == max(drawn[i:j])
+        assert runs.length[i, j] == j - i
+    whole = cut_runs((0, num))
+    assert whole.maxima(np.array(drawn)).tolist() == [max(drawn)]

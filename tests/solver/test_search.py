@@ -19,6 +19,7 @@ from autopar.solver.bounds import StageTimes
 from autopar.solver.candidates import Candidate, Divisible, Pins, candidates
 from autopar.solver.costs.memory import itemsizes
 from autopar.solver.layout.model_facts import model_facts
+from autopar.solver.runs import all_runs
 from autopar.solver.search import Search, scalar_bound_s
 from autopar.solver.solved import simulate_cuts
 from tests.models import (
@@ -152,7 +153,7 @@ def test_matrix_of_bytes_equals_bytes_by_cause():
         setting = search.setting(candidate)
         stager = search.stager(candidate, setting.least)
         for stage in range(candidate.pp):
-            matrix = stager.peak_matrix(stage)
+            matrix = stager.run_peaks(all_runs(len(SMALL.blocks), stage))
             last_stage = stage == candidate.pp - 1
             for first in range(len(SMALL.blocks)):
                 for end in range(first + 1, len(SMALL.blocks) + 1):

@@ -1,0 +1,77 @@
+"""Runs of blocks as stages, many at once: sums and maxima over each, without a matrix of all."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.solver.facts import Floats
+
+Ints = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Runs:
+    """Runs of blocks ``first … end − 1`` as ``stage``: arrays that broadcast to one shape.
+
+    Runs whose ``end`` is not behind their ``first`` are empty; what is said of them means nothing.
+    """
+
+    stage: Ints
+    first: Ints
+    end: Ints
+
+    def sums(self, values: Floats) -> Floats:
+        """The sum of a block's values over each run."""
+        prefix = np.concatenate([[0.0], np.cumsum(values)])
+        found: Floats = prefix[self.end] - prefix[self.first]
+        return found
+
+    def maxima(self, values: Floats) -> Floats:
+        """The largest of a block's values in each run."""
+        table = _maxima(values.tobytes())
+        level = _levels(len(values))[np.maximum(self.length, 1)]
+        start = np.minimum(self.first, len(values) - 1)
+        last = np.maximum(self.end - (1 << level), 0)
+        found: Floats = np.maximum(table[level, start], table[level, last])
+        return found
+
+    @property
+    def length(self) -> Ints:
+        """Blocks of each run, at least 0."""
+        return np.maximum(self.end - self.first, 0)
+
+
+def all_runs(num_blocks: int, stage: int) -> Runs:
+    """All runs as one stage: ``[i, j]`` is that of the blocks ``i … j − 1``."""
+    return Runs(
+        stage=np.array(stage),
+        first=np.arange(num_blocks)[:, None],
+        end=np.arange(num_blocks + 1)[None, :],
+    )
+
+
+def cut_runs(cuts: tuple[int, ...]) -> Runs:
+    """The stages of one choice of cuts: the first block of each, then the number of blocks."""
+    return Runs(stage=np.arange(len(cuts) - 1), first=np.array(cuts[:-1]), end=np.array(cuts[1:]))
+
+
+@functools.lru_cache(maxsize=64)  # candidates that differ in their schedule ask for the same
+def _maxima(data: bytes) -> Floats:
+    """``[k, i]``: the largest of the 2ᵏ values from ``i`` on."""
+    values = np.frombuffer(data)
+    table = np.tile(values, (len(values).bit_length(), 1))
+    for level in range(1, len(table)):
+        half = 1 << (level - 1)
+        table[level] = table[level - 1]
+        table[level, :-half] = np.maximum(table[level - 1, :-half], table[level - 1, half:])
+    return table
+
+
+@functools.lru_cache(maxsize=16)
+def _levels(num: int) -> Ints:
+    """For each length, the largest k with 2ᵏ not above it."""
+    return np.array([max(0, length.bit_length() - 1) for length in range(num + 1)])
