@@ -31,10 +31,13 @@ class RecomputingBlock:
     Args:
         module: Its graph is pure; it has no submodules.
         recomputed: Nodes of its graph of which nothing is kept. See ``autopar.ir.recompute``.
+        in_parts: Whether backward leaves gradients of weights for later.
     """
 
-    def __init__(self, module: fx.GraphModule, recomputed: frozenset[fx.Node]) -> None:
-        self.module = module
+    def __init__(
+        self, module: fx.GraphModule, recomputed: frozenset[fx.Node], *, in_parts: bool = False
+    ) -> None:
+        self.module, self.in_parts = module, in_parts
         self.recomputed = recomputed
         self.nodes = tuple(module.graph.nodes)
         self._dying = _last_reads(self.nodes)
@@ -178,6 +181,8 @@ class _Tape:
         for handle in self._handles:
             wanted.setdefault(handle.node, []).append(handle)
         values = dict(self._kept)
+        if self._block.in_parts:  # handles live on, but nothing has to be found twice
+            self._kept = {}
         dying = _last_reads(self._replayed)
         saved: list[Tensor] = []
         with (
@@ -199,6 +204,7 @@ class _Tape:
                     )
                 for operand in dying.get(node, ()):
                     del values[operand]
+        saved.clear()  # the hook that fills it lives as long as the graph that was recorded
 
 
 def _last_reads(nodes: Iterable[fx.Node]) -> Mapping[fx.Node, list[fx.Node]]:

@@ -15,15 +15,13 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from autopar.ir.deferral import Deferred, deferring
-from autopar.ir.graph import BlockKind, ModelGraph, Role, info
+from autopar.ir.graph import BlockKind, ModelGraph, info
 from autopar.ir.kernels import parse_kernels
-from autopar.ir.layout import operands_of
 from autopar.ir.plan import SchedulePlan
 from autopar.ir.program import Segment
 from autopar.ir.random_ops import FORMS
 from autopar.ir.randomness import Drawing, drawing
 from autopar.ir.recompute import recomputed_blocks, recomputed_nodes
-from autopar.runtime.block_recompute import compute_again
 from autopar.runtime.node_recompute import Context, RecomputingBlock
 from autopar.runtime.weight_parts import weights_apart
 
@@ -89,16 +87,15 @@ class _BlockForm:
         module: Their graph.
         draws: Whether it draws random numbers.
         by_nodes: Runs it where backward computes some of its nodes again.
-        given: Places of the activations among its arguments that take gradients.
-        learned: For each of its results, whether it takes a gradient.
+        whole: Runs it where backward computes all of it again, and leaves gradients of weights for
+            later. ``torch.utils.checkpoint`` would do it again for every op that is taken apart.
         in_parts: Whether backward leaves gradients of weights for later.
     """
 
     module: fx.GraphModule
     draws: bool
     by_nodes: RecomputingBlock | None
-    given: tuple[int, ...]
-    learned: tuple[bool, ...]
+    whole: RecomputingBlock | None
     in_parts: bool
 
 
@@ -122,27 +119,21 @@ def _form(
     """The block that makes the loss has its backward at once: in one part, and nothing of it is
     computed again.
     """
-    draws = any(n.target in FORMS for n in module.graph.nodes if n.op == "call_function")
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    given = tuple(
-        index
-        for index, (node, role) in enumerate(zip(placeholders, kind.roles, strict=True))
-        if role is Role.ACTIVATION and info(node).tensor.requires_grad
-    )
+    calls = [node for node in module.graph.nodes if node.op == "call_function"]
+    draws = any(node.target in FORMS for node in calls)
     in_parts = in_parts and not makes_loss
     if in_parts:
         module = weights_apart(module, kind.roles)
+        calls = [node for node in module.graph.nodes if node.op == "call_function"]
     attention = parse_kernels(schedule.kernels).attention
     nodes: frozenset[fx.Node] = frozenset()
     if not makes_loss:
         nodes = recomputed_nodes(module.graph, schedule.recompute, attention)
-    results = operands_of(module.graph.output_node())
     return _BlockForm(
         module=module,
         draws=draws,
-        by_nodes=RecomputingBlock(module, nodes) if nodes else None,
-        given=given,
-        learned=tuple(info(node).tensor.requires_grad for node in results),
+        by_nodes=RecomputingBlock(module, nodes, in_parts=in_parts) if nodes else None,
+        whole=RecomputingBlock(module, frozenset(calls), in_parts=True) if in_parts else None,
         in_parts=in_parts,
     )
 
@@ -171,15 +162,16 @@ class _BlockInterpreter(fx.Interpreter):
         context: Context = contextlib.nullcontext
         if form.draws or form.in_parts:
             context = partial(_surrounding, numbers, self.deferred if form.in_parts else None)
-        if form.by_nodes is not None and torch.is_grad_enabled():
-            return form.by_nodes(*args, context=context)
         run = partial(_run_in, context, form.module)
-        if not block.is_recomputed or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        if form.in_parts and form.given:
-            return compute_again(run, args, given=form.given, learned=form.learned)
-        # numbers are drawn by position: there is no state of a generator to bring back
-        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        by_nodes = form.whole if block.is_recomputed else form.by_nodes
+        if by_nodes is not None:
+            return by_nodes(*args, context=context)
+        if block.is_recomputed:
+            # numbers are drawn by position: there is no state of a generator to bring back
+            return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return run(*args, **kwargs)
 
 
 @contextlib.contextmanager

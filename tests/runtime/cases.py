@@ -61,6 +61,7 @@ class Setup:
     modular: bool = False
     sequence: bool = False
     complete: str | None = None
+    extra_in_flight: int = 0
 
     def __str__(self) -> str:
         degrees = "".join(
@@ -147,6 +148,7 @@ def make_plan(setup: Setup) -> Plan:
             recomputed_blocks=(1,) if setup.recompute == "blocks" else (),
             zero_stage=setup.zero_stage,
             kernels=setup.kernels,
+            extra_in_flight=setup.extra_in_flight,
         ),
         segments=[
             SegmentPlan(stage=stage, first_block=block, last_block=block)
