@@ -13,13 +13,14 @@ from torch import Tensor
 from autopar.ir.deferral import Deferred
 from autopar.ir.errors import AutoparError, InputError, RankFailedError
 from autopar.ir.graph import ModelGraph, Role, ValueId
-from autopar.ir.mesh import LAYOUT_AXES, PIPELINE_AXIS
+from autopar.ir.mesh import LAYOUT_AXES, PIPELINE_AXIS, TENSOR_AXIS
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, bind_axes
 from autopar.ir.randomness import Drawing
 from autopar.ir.schedule import Action, ActionKind, Schedule
 from autopar.ir.schedule_checks import channel_of
 from autopar.runtime.communicator import CommunicationError, Communicator
+from autopar.runtime.message_parts import Part, part_of
 from autopar.runtime.micro_batches import own_rows, sequences
 from autopar.runtime.parameter_store import ParameterStore
 from autopar.runtime.segment_runner import failing_op
@@ -208,14 +209,17 @@ class Executor:
     def _send(self, action: Action) -> None:
         sends_activations = action.kind is ActionKind.SEND_ACTIVATIONS
         outgoing = self._state.outgoing if sends_activations else self._state.outgoing_gradients
+        form = self._form_of(action)
+        segment = form.segment(action.segment)
+        values = segment.sent if sends_activations else form.differentiated(segment.received)
         channel = channel_of(self.schedule, action)
         assert channel is not None
-        self._state.add_sends(
-            [
-                self._communicator.start_send(tensor.contiguous(), channel)
-                for tensor in outgoing.pop((action.segment, action.micro_batch))
-            ]
-        )
+        tensors = outgoing.pop((action.segment, action.micro_batch))
+        works = []
+        for tensor, part in zip(tensors, self._parts(form, values), strict=True):
+            sent = tensor.contiguous() if part is None else part.of(tensor)
+            works.append(self._communicator.start_send(sent, channel))
+        self._state.add_sends(works)
 
     def _receive(self, action: Action) -> None:
         form = self._form_of(action)
@@ -224,13 +228,22 @@ class Executor:
         values = segment.received if receives_activations else form.differentiated(segment.sent)
         channel = channel_of(self.schedule, action)
         assert channel is not None
-        device = self._communicator.device
-        tensors = (form.value(value) for value in values)
-        buffers = tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in tensors)
+        device, parts = self._communicator.device, self._parts(form, values)
+        buffers = tuple(
+            torch.empty(
+                value.shape if part is None else (part.numel,), dtype=value.dtype, device=device
+            )
+            for value, part in zip(map(form.value, values), parts, strict=True)
+        )
         works = tuple(self._communicator.start_receive(buffer, channel) for buffer in buffers)
         incoming = self._state.activations if receives_activations else self._state.gradients
         cell = (action.segment, action.micro_batch)
-        incoming[cell] = Incoming(tensors=buffers, works=works)
+        incoming[cell] = Incoming(tensors=buffers, works=works, parts=parts)
+
+    def _parts(self, form: StageForm, values: tuple[ValueId, ...]) -> tuple[Part | None, ...]:
+        """Of each value, what tensor ranks send."""
+        group = self._communicator.group(TENSOR_AXIS)
+        return tuple(part_of(form.value(value), group) for value in values)
 
     def _argument(self, value: ValueId, action: Action) -> Tensor:
         form, inputs = self._form_of(action), self._inputs

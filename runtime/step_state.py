@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 from autopar.ir.deferral import Deferred
 from autopar.ir.randomness import Drawing
 from autopar.runtime.communicator import Work
+from autopar.runtime.message_parts import Part
 from autopar.runtime.parameter_unit import HeldGradients
 
 Cell = tuple[int, int]
@@ -23,15 +24,22 @@ Cell = tuple[int, int]
 class Incoming:
     """Tensors that come from another stage (``works`` in flight) or from a segment of the same
     stage.
+
+    ``parts`` are what tensor ranks receive of a message. They gather it when they wait, which all
+    of them do in the same order.
     """
 
     tensors: tuple[Tensor, ...]
     works: tuple[Work, ...] = ()
+    parts: tuple[Part | None, ...] = ()
 
     def wait(self) -> tuple[Tensor, ...]:
         for work in self.works:
             work.wait()
-        return self.tensors
+        if not self.parts:
+            return self.tensors
+        pairs = zip(self.tensors, self.parts, strict=True)
+        return tuple(tensor if part is None else part.gather(tensor) for tensor, part in pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.graph import Role, TensorInfo, info
+from autopar.ir.graph import Role, info
+from autopar.ir.placement import INVARIANT
 from autopar.ir.plan import RecomputeName
 from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.problem import KindCost, Problem
@@ -30,6 +31,8 @@ class BlockCosts:
         temporary_bytes: What the op that needs most has beside it.
         input_bytes: The block's activations inputs: what recomputation starts from.
         border_bytes: What passes from block ``i - 1`` and before to block ``i`` and after.
+        sent_bytes, gathered_bytes: What a rank sends of it, either way, and what tensor ranks then
+            gather: each sends its part of what all of them have whole, its gradient too.
         numel: Elements of parameters at their first use; ``shared_numel`` at every use.
         expert_numel, shared_expert_numel: The part of them that an expert axis shards.
         recomputed: For each way of recomputing whole blocks, 1 for the blocks that it repeats.
@@ -47,6 +50,8 @@ class BlockCosts:
     temporary_bytes: Floats
     input_bytes: Floats
     border_bytes: Floats
+    sent_bytes: Floats
+    gathered_bytes: Floats
     numel: Floats
     shared_numel: Floats
     expert_numel: Floats
@@ -89,8 +94,8 @@ def layout_costs(
 ) -> BlockCosts:
     """The costs of all blocks under a solution: ``kinds`` and the state of each class."""
     chosen = {
-        number: (found.numel[state], found.step_s[state] / max(1, found.num_members))
-        for number, (found, state) in enumerate(zip(problem.classes, states, strict=True))
+        number: _chosen(problem, number, (state,))
+        for number, state in enumerate(states)
         if state >= 0
     }
     return _block_costs(facts, kinds, chosen)
@@ -99,11 +104,37 @@ def layout_costs(
 def least_costs(facts: ModelFacts, problem: Problem, kinds: tuple[KindCost, ...]) -> BlockCosts:
     """What no layout is below: ``kinds`` are lower bounds, classes have their smallest state."""
     chosen = {
-        number: (min(found.numel), min(found.step_s) / max(1, found.num_members))
+        number: _chosen(problem, number, range(len(found.states)))
         for number, found in enumerate(problem.classes)
         if found.states
     }
     return _block_costs(facts, kinds, chosen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chosen:
+    """A member of a class: its elements on a rank, those that a message has, those that are then
+    gathered, and seconds once a step.
+    """
+
+    numel: int = 0
+    sent_numel: float = 0.0
+    gathered_numel: int = 0
+    step_s: float = 0.0
+
+
+def _chosen(problem: Problem, number: int, states: Iterable[int]) -> _Chosen:
+    """The least of some states of a class."""
+    found, size = problem.classes[number], problem.axis_size
+    divided = [size > 1 and found.states[state] == INVARIANT for state in states]
+    numels = [found.numel[state] for state in states]
+    pairs = list(zip(numels, divided, strict=True))
+    return _Chosen(
+        numel=min(numels),
+        sent_numel=min(numel / size if is_divided else numel for numel, is_divided in pairs),
+        gathered_numel=min(numel if is_divided else 0 for numel, is_divided in pairs),
+        step_s=min(found.step_s[state] for state in states) / max(1, found.num_members),
+    )
 
 
 def least_kind_costs(problem: Problem) -> tuple[KindCost, ...]:
@@ -158,7 +189,7 @@ def least_kind_costs(problem: Problem) -> tuple[KindCost, ...]:
 def _block_costs(
     facts: ModelFacts,
     kinds: tuple[KindCost, ...],
-    chosen: Mapping[int, tuple[int, float]],
+    chosen: Mapping[int, _Chosen],
 ) -> BlockCosts:
     model, classes = facts.model, facts.classes
     order = {name: number for number, name in enumerate(model.kinds)}
@@ -167,14 +198,16 @@ def _block_costs(
     numel, shared, step_s = np.zeros(num), np.zeros(num), np.zeros(num)
     experts, shared_experts = np.zeros(num), np.zeros(num)
     inputs, borders = np.zeros(num), np.zeros(num)
+    sent, gathered = np.zeros(num), np.zeros(num)
     parameters: list[dict[str, tuple[int, bool]]] = [{} for _ in range(num)]
     seen: set[str] = set()
-    passes: dict[str, tuple[int, int, int]] = {}
+    passes: dict[str, tuple[int, int, int, _Chosen]] = {}
     for block in model.blocks:
         kind = model.kind_of(block)
         for index, (node, value) in enumerate(zip(kind.placeholders, block.bindings, strict=True)):
             number = classes.of[block.kind, "in", index]
-            elements, seconds = chosen.get(number, (0, 0.0))
+            one = chosen.get(number, _Chosen())
+            elements = one.numel
             if value.role is Role.PARAMETER:
                 is_expert = number in facts.experts
                 parameters[block.index][value.name] = (elements, is_expert)
@@ -184,14 +217,16 @@ def _block_costs(
                     seen.add(value.name)
                     numel[block.index] += elements
                     experts[block.index] += elements * is_expert
-                    step_s[block.index] += seconds
+                    step_s[block.index] += one.step_s
             elif value.role is Role.ACTIVATION:
-                num_bytes = _bytes(info(node).tensor, elements)
-                inputs[block.index] += num_bytes
+                itemsize = info(node).tensor.dtype.itemsize
+                inputs[block.index] += elements * itemsize
                 producer, _ = model.producer(value)
-                passes[value.name] = (producer, block.index, num_bytes)
-    for producer, last, num_bytes in passes.values():
-        borders[producer + 1 : last + 1] += num_bytes
+                passes[value.name] = (producer, block.index, itemsize, one)
+    for producer, last, itemsize, one in passes.values():
+        borders[producer + 1 : last + 1] += one.numel * itemsize
+        sent[producer + 1 : last + 1] += one.sent_numel * itemsize
+        gathered[producer + 1 : last + 1] += one.gathered_numel * itemsize
     return BlockCosts(
         forward_s=np.array([max(cost.forward_s, cost.forward_launch_s) for cost in costs]),
         backward_s=np.array([max(cost.backward_s, cost.backward_launch_s) for cost in costs]),
@@ -202,6 +237,8 @@ def _block_costs(
         temporary_bytes=np.array([float(cost.transient_bytes) for cost in costs]),
         input_bytes=inputs,
         border_bytes=borders,
+        sent_bytes=sent,
+        gathered_bytes=gathered,
         numel=numel,
         shared_numel=shared,
         expert_numel=experts,
@@ -210,7 +247,3 @@ def _block_costs(
         step_s=step_s,
         parameters=tuple(parameters),
     )
-
-
-def _bytes(tensor: TensorInfo, elements: int) -> int:
-    return elements * tensor.dtype.itemsize

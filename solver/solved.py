@@ -100,8 +100,7 @@ def segment_times(stager: Stager, segments: Sequence[tuple[int, int, int]]) -> S
     sends = []
     for index, (stage, _, last) in enumerate(segments):
         crosses = index + 1 < num and segments[index + 1][0] != stage
-        num_bytes = float(costs.border_bytes[last + 1]) if crosses else 0.0
-        sends.append(stager.message_s(num_bytes, stage) if crosses else 0.0)
+        sends.append(stager.border_s(last + 1, stage) if crosses else 0.0)
     again = stager.again()
     kept = np.where(again > 0, costs.input_bytes, costs.held_bytes)
     return SegmentTimes(
