@@ -174,13 +174,15 @@ class Executor:
             for edge, gradient in zip(tape.edges, gradients, strict=True)
             if edge is not None
         ]
-        with contextlib.ExitStack() as stack:
-            if action.kind is ActionKind.BACKWARD_INPUT:
-                assert tape.deferred is not None
-                held = stack.enter_context(self._store.holding())
-                self._state.unfinished[cell] = Unfinished(held=held, deferred=tape.deferred)
+        is_part = action.kind is ActionKind.BACKWARD_INPUT
+        holds = is_part and self._form_of(action).runners[action.segment].leaves_weights
+        with self._store.holding() if holds else contextlib.nullcontext({}) as held:
             if roots:
                 torch.autograd.backward([edge for edge, _ in roots], [g for _, g in roots])
+        if tape.deferred is not None:
+            self._state.unfinished[cell] = Unfinished(held=held, deferred=tape.deferred)
+            if not is_part:
+                self._finish_backward(action)
         if action.segment > 0:
             back = tuple(
                 torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

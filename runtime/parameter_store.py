@@ -154,14 +154,18 @@ class ParameterStore:
 
     @contextmanager
     def holding(self) -> Iterator[HeldGradients]:
-        """While active, gradients are not accumulated as they come, but held for ``finish``."""
+        """While active, gradients are held for ``finish``, and not accumulated as they come, if the
+        schedule reduces after each backward: what is accumulated has to be of one micro-batch then,
+        and is there only until it is reduced.
+        """
         held: HeldGradients = {}
-        for unit in self._units.values():
+        units = tuple(self._units.values()) if self._reduces_each else ()
+        for unit in units:
             unit.held = held
         try:
             yield held
         finally:
-            for unit in self._units.values():
+            for unit in units:
                 unit.held = None
 
     def finish(self, held: HeldGradients, deferred: Deferred, names: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
-from autopar.ir.deferral import Deferred, deferring
+from autopar.ir.deferral import Apart, Deferred, InsideApart, deferring
 from autopar.ir.graph import BlockKind, ModelGraph, info
 from autopar.ir.kernels import parse_kernels
 from autopar.ir.plan import SchedulePlan
@@ -63,6 +63,11 @@ class SegmentRunner:
                 index=block, form=forms[key], is_recomputed=block in whole
             )
 
+    @property
+    def leaves_weights(self) -> bool:
+        """Whether backward leaves gradients of some weights for later."""
+        return any(call.form.leaves_weights for call in self._interpreter.blocks.values())
+
     def __call__(
         self, arguments: Sequence[Tensor], numbers: Drawing, deferred: Deferred | None = None
     ) -> tuple[Tensor, ...]:
@@ -97,6 +102,13 @@ class _BlockForm:
     by_nodes: RecomputingBlock | None
     whole: RecomputingBlock | None
     in_parts: bool
+
+    @property
+    def leaves_weights(self) -> bool:
+        """Whether any of its ops is taken apart."""
+        return self.in_parts and any(
+            isinstance(node.target, Apart | InsideApart) for node in self.module.graph.nodes
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,19 +82,26 @@ def zero_bubble_order(
 ) -> Iterator[Pass]:
     """ZB-H1: 1F1B whose backwards are input parts; weight parts follow ``most_waiting`` of them
     later, so that the last ones fill the end, when the stage waits for the stages behind.
+
+    The model's last segment has its backward whole, unless it is all of its stage: it makes the
+    loss, of which gradients of logits or of the largest matrix would wait.
     """
     num_stages = max(stages) + 1
     up = segments_of(stages, stage)[::-1]
+    whole = up[:1] if up[0] == len(stages) - 1 and len(up) > 1 else ()
+    split = up[len(whole) :]
     waiting = most_waiting(num_stages, stage, num_micro_batches, extra_in_flight)
     for one in one_f_one_b_order(stages, stage, num_micro_batches, extra_in_flight):
         if one.kind is ActionKind.FORWARD:
             yield one
             continue
-        yield one._replace(kind=ActionKind.BACKWARD_INPUT)
+        if whole:
+            yield one._replace(segments=whole)
+        yield one._replace(kind=ActionKind.BACKWARD_INPUT, segments=split)
         if one.micro_batch >= waiting:
-            yield Pass(ActionKind.BACKWARD_WEIGHT, up, one.micro_batch - waiting)
+            yield Pass(ActionKind.BACKWARD_WEIGHT, split, one.micro_batch - waiting)
     for micro_batch in range(num_micro_batches - waiting, num_micro_batches):
-        yield Pass(ActionKind.BACKWARD_WEIGHT, up, micro_batch)
+        yield Pass(ActionKind.BACKWARD_WEIGHT, split, micro_batch)
 
 
 def interleaved_order(

@@ -119,7 +119,8 @@ def zero_bubble(
     The stage before waits for the input part only, and the weight part fills what would be a
     bubble at the end: with f, b and w seconds of a stage's forward and parts that is
     (p − 1)(f + b − w), where 1F1B waits for (p − 1)(f + b + w). On every stage at most p micro-
-    batches are forwarded and without their weight part: as many as on the first stage of 1F1B.
+    batches are forwarded and without their weight part: as many as on the first stage of 1F1B. The
+    model's last segment has its backward whole, unless it is all of its stage.
 
     Args:
         stage_of_segment, num_micro_batches: As for ``one_f_one_b``.

@@ -141,7 +141,8 @@ def test_gradients_are_reduced_after_weight_parts(zero_stage: int, reductions: i
         assert set(counts.values()) == {reductions}
         for before, action in itertools.pairwise(actions):
             if action.kind is ActionKind.REDUCE_GRADIENTS:
-                assert (before.kind, before.segment) == (WEIGHT, action.segment)
+                kind = B if action.segment == 5 else WEIGHT
+                assert (before.kind, before.segment) == (kind, action.segment)
 
 
 def test_weight_parts_gather_nothing():
@@ -157,6 +158,14 @@ def test_weight_parts_gather_nothing():
 
 def num(schedule: Schedule, stage: int, kind: ActionKind) -> int:
     return sum(action.kind is kind for action in schedule.actions[stage])
+
+
+def test_the_segment_that_makes_the_loss_has_its_backward_whole():
+    """Unless it is all of its stage."""
+    for p, v, m in itertools.product(range(1, 4), range(1, 4), range(1, 4)):
+        schedule = zero_bubble(contiguous_stages(p, v), m)
+        whole = {a.segment for actions in schedule.actions for a in actions if a.kind is B}
+        assert whole == ({p * v - 1} if v > 1 else set())
 
 
 def test_the_text_names_both_parts():
