@@ -15,7 +15,7 @@ import numpy as np
 from autopar.solver.candidates import Candidate
 from autopar.solver.facts import Floats
 from autopar.solver.in_flight import in_flight
-from autopar.solver.runs import Runs
+from autopar.solver.runs import Ints, Rounds, Runs
 from autopar.solver.stages import ROUNDED_BYTES, Stager
 
 _BYTE = 1.0
@@ -87,37 +87,45 @@ def priced_again_s(
     return found
 
 
-def least_again_s(stager: Stager, stage: int, cuts: Sequence[int]) -> float:
-    """Seconds per micro-batch of what ``stage`` computes again, under any choice of blocks; inf
+def least_cut_again_s(stager: Stager, rounds: Rounds) -> Floats:
+    """Seconds per micro-batch of what each stage computes again, under any choice of blocks; inf
     where none fits. Of blocks that differ the last one counts in part.
     """
+    candidate = stager.candidate
+    needed = stager.cut_peaks(rounds) - stager.cluster.usable_bytes - ROUNDED_BYTES
+    if candidate.recompute != "blocks":
+        return np.where(needed > 0, np.inf, 0.0)
+    found = np.zeros(candidate.pp)
+    for stage in np.flatnonzero(needed > 0).tolist():
+        runs = zip(rounds.each.first[:, stage], rounds.each.end[:, stage], strict=True)
+        flying = in_flight(candidate, stage).max(axis=0)
+        own = [np.arange(first, end) for first, end in runs]
+        numbers = np.repeat(flying, [len(blocks) for blocks in own])
+        blocks = np.concatenate(own)
+        found[stage] = _least_cut_again_s(stager, needed[stage], blocks, numbers)
+    return found
+
+
+def _least_cut_again_s(stager: Stager, needed: float, blocks: Ints, numbers: Floats) -> float:
+    """Seconds of which ``needed`` bytes more are there, of ``blocks`` that keep ``numbers`` of
+    micro-batches.
+    """
+    costs = stager.costs
     lost = 1 + stager.cluster.hardware.memory.lost_share(overlap=True)
-    left = float(stager.stage_bytes(stage, cuts) - stager.cluster.usable_bytes)
-    if left <= 0:
-        return 0.0
-    if stager.candidate.recompute != "blocks":
+    saved = costs.held_bytes[blocks] * costs.again("full")[blocks]
+    able = saved > 0
+    if not able.any():
         return math.inf
-    saved, forward = stager.costs.held_bytes * stager.costs.again("full"), stager.costs.forward_s
-    flying = in_flight(stager.candidate, stage).max(axis=0)
-    runs = stager.virtual_stages(stage, cuts)
-    gains = [
-        (saved[block] * number * lost, forward[block])
-        for (first, last), number in zip(runs, flying, strict=True)
-        for block in range(first, last + 1)
-        if saved[block] > 0
-    ]
-    if not gains:
+    gains, seconds = (saved * numbers * lost)[able], costs.forward_s[blocks][able]
+    every = costs.held_bytes * costs.again("full")
+    needed += lost * float(every[every > 0].min())  # one is there again
+    if needed > gains.sum():
         return math.inf
-    left += lost * min(held for held in saved.tolist() if held > 0)  # one is there again
-    whole = math.ceil((left - _BYTE) / max(gain for gain, _ in gains))
-    least = whole * min(cost for _, cost in gains)
-    seconds = 0.0
-    for gain, cost in sorted(gains, key=lambda pair: pair[1] / pair[0]):
-        seconds += cost * min(1.0, left / gain)
-        left -= gain
-        if left <= 0:
-            return max(seconds, least)
-    return math.inf
+    whole = math.ceil((needed - _BYTE) / gains.max()) * float(seconds.min())
+    order = np.argsort(seconds / gains)
+    before = np.concatenate([[0.0], np.cumsum(gains[order])])
+    after = np.concatenate([[0.0], np.cumsum(seconds[order])])
+    return max(whole, float(np.interp(needed, before, after)))
 
 
 def choose_blocks(stager: Stager, cuts: Sequence[int]) -> Stager | None:
@@ -158,15 +166,22 @@ def _choose_on(
         tried = _recomputing(stager, tuple(able[:number]))
         return tried.stage_bytes(stage, cuts) <= stager.cluster.usable_bytes
 
-    if fits(0):
+    missing = _recomputing(stager, ()).stage_bytes(stage, cuts) - stager.cluster.usable_bytes
+    if missing <= 0:
         return ()
-    if not able or not fits(len(able)):
+    if not able:
         return None
-    low, high = 0, len(able)  # low does not fit, high does
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return tuple(able[:high])
+    given = np.cumsum([gains[block] * stager.costs.forward_s[block] for block in able])
+    number = min(int(np.searchsorted(given, missing)) + 1, len(able))  # about so many
+    if fits(number):
+        while number > 1 and fits(number - 1):
+            number -= 1
+        return tuple(able[:number])
+    while number < len(able):
+        number += 1
+        if fits(number):
+            return tuple(able[:number])
+    return None
 
 
 def _saved_bytes(stager: Stager) -> Floats:

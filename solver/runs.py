@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,11 @@ class Runs:
         found: Floats = prefix[self.end] - prefix[self.first]
         return found
 
+    def at_ends(self, values: Floats) -> Floats:
+        """The sum of the values before the first and after the last block of each run."""
+        found: Floats = values[self.first] + values[self.end]
+        return found
+
     def maxima(self, values: Floats) -> Floats:
         """The largest of a block's values in each run."""
         table = _maxima(values.tobytes())
@@ -43,6 +49,52 @@ class Runs:
     def length(self) -> Ints:
         """Blocks of each run, at least 0."""
         return np.maximum(self.end - self.first, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rounds:
+    """The virtual stages of one choice of cuts: what is said is said of all that a stage has.
+
+    Attributes:
+        each: The virtual stages: a row for each round, a column for each stage.
+    """
+
+    each: Runs
+
+    @property
+    def stage(self) -> Ints:
+        return self.each.stage[0]
+
+    def sums(self, values: Floats) -> Floats:
+        """The sum of a block's values over each stage."""
+        return self.each.sums(values).sum(axis=0)
+
+    def largest_sums(self, values: Floats) -> Floats:
+        """The same of the virtual stage that has most."""
+        return self.each.sums(values).max(axis=0)
+
+    def at_ends(self, values: Floats) -> Floats:
+        """The largest sum of the values before the first and after the last block of a round."""
+        return self.each.at_ends(values).max(axis=0)
+
+    def maxima(self, values: Floats) -> Floats:
+        """The largest of a block's values in each stage."""
+        return self.each.maxima(values).max(axis=0)
+
+    @property
+    def length(self) -> Ints:
+        """Blocks of each stage."""
+        return self.each.length.sum(axis=0)
+
+
+def rounds_of(cuts: Sequence[int], num_stages: int) -> Rounds:
+    """The virtual stages of ``cuts``: the first block of each, then the number of blocks; virtual
+    stage c is on stage c mod p.
+    """
+    first = np.array(cuts[:-1]).reshape(-1, num_stages)
+    end = np.array(cuts[1:]).reshape(-1, num_stages)
+    stage = np.broadcast_to(np.arange(num_stages), first.shape)
+    return Rounds(each=Runs(stage=stage, first=first, end=end))
 
 
 def all_runs(num_blocks: int, stage: int) -> Runs:

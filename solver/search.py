@@ -239,16 +239,12 @@ class Search:
             return max(scalar_bound_s(candidate, times), own)
         again = functools.partial(again_s, stager, exact=False)
         added = stager.adding_s()
-        times = setting.roofline_times(candidate.recompute).plus_backward(added)
-        rough, _ = self._cut(StageBounds(stager, times, again))
-        if not math.isfinite(rough):
-            return math.inf
         joint = candidate.pp == 1
         times = (setting.joint_times if joint else setting.least_times)(candidate.recompute)
         if candidate.recompute == "blocks" and candidate.tp > 1:
             stager = self.stager(candidate, setting.tight())
             again = functools.partial(_least_again_s, stager, setting, times.both)
-        return self._cut(StageBounds(stager, times.plus_backward(added), again), rough)[0]
+        return self._cut(StageBounds(stager, times.plus_backward(added), again))[0]
 
     def frontier_bound(self, candidate: Candidate) -> float:
         """Over all trades of time for memory in the blocks that repeat: what takes least keeps

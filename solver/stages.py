@@ -21,7 +21,7 @@ from autopar.solver.costs.parameters import ParameterCosts
 from autopar.solver.facts import BlockCosts, Floats
 from autopar.solver.hardware import Cluster
 from autopar.solver.in_flight import in_flight
-from autopar.solver.runs import Runs
+from autopar.solver.runs import Rounds, Runs
 
 ROUNDED_BYTES = 16
 """Each cause of ``bytes_by_cause`` is rounded down: no sum of them is so much below the account."""
@@ -131,6 +131,16 @@ class Stager:
 
     def border_s(self, block: int, border: int) -> float:
         """Seconds until what passes from before ``block`` to it and after is on the next stage."""
+        key = (float(self.costs.gathered_bytes[block]), float(self.costs.sent_bytes[block]), border)
+        if key not in self._borders:
+            self._borders[key] = self._border_s(block, border)
+        return self._borders[key]
+
+    @functools.cached_property
+    def _borders(self) -> dict[tuple[float, float, int], float]:
+        return {}
+
+    def _border_s(self, block: int, border: int) -> float:
         gathered = float(self.costs.gathered_bytes[block])
         group = group_of(self.cluster, size=self.candidate.tp, stride=1)
         gather_s = Links(self.cluster).seconds(Collective.ALL_GATHER, gathered, group)
@@ -314,7 +324,23 @@ class Stager:
         room = self.cluster.usable_bytes + ROUNDED_BYTES
         return parameters + self.flying[:, None] * kept, room
 
-    def _account(self, runs: Runs, *, shared: bool) -> Account:
+    def cut_peaks(self, rounds: Rounds) -> Floats:
+        """Peak bytes of stages with virtual stages, parameters that several blocks share only
+        where they are first used: no less than ``stage_bytes`` but for what that rounds down.
+        """
+        candidate, runs = self.candidate, rounds.each
+        first_kept, inside = self._kept
+        held = runs.sums(inside) + (first_kept - inside)[runs.first]
+        if candidate.schedule == "layered" and not candidate.per_block:
+            last = runs.end == self.costs.num_blocks
+            held = np.where(last, held / candidate.num_micro_batches, held)
+        kept = np.array(
+            [(in_flight(candidate, stage) @ held[:, stage]).max() for stage in range(candidate.pp)]
+        )
+        rebuilt = rounds.maxima(self.rebuilt_bytes())
+        return self._account(rounds, shared=False).peak(kept + rebuilt)
+
+    def _account(self, runs: Runs | Rounds, *, shared: bool) -> Account:
         """All bytes of runs but what they keep, and what is recomputed: it is ``rank_bytes`` on
         arrays, and held to it by a test.
         """
@@ -324,8 +350,11 @@ class Stager:
         experts = runs.sums(costs.shared_expert_numel if shared else costs.expert_numel)
         numel = runs.sums(numel_of_blocks)
         fixed, floor = self._parameter_bytes(numel, experts)
-        largest = runs.maxima(numel_of_blocks) if candidate.per_block else numel
-        doubled = np.minimum(2, runs.length) if candidate.per_block else 1
+        largest, doubled = runs.maxima(numel_of_blocks), np.minimum(2, runs.length)
+        if not candidate.per_block:
+            virtual = isinstance(runs, Rounds)
+            largest = runs.largest_sums(numel_of_blocks) if virtual else numel
+            doubled = np.full(numel.shape, min(2, candidate.virtual_stages))
         buffers, gathered = largest * sizes.compute, np.zeros(numel.shape)
         if zero >= 2 and candidate.num_shards > 1:
             layered = candidate.schedule == "layered"
@@ -333,7 +362,7 @@ class Stager:
         if zero == 3 and candidate.num_shards > 1:
             gathered = largest * doubled * sizes.compute
         borders = np.append(costs.border_bytes, 0.0)
-        messages = 2.0 * (borders[runs.first] + borders[runs.end])
+        messages = 2.0 * runs.at_ends(borders)
         temporary = np.maximum(runs.maxima(costs.temporary_bytes), buffers)
         lost = np.array([memory.lost_share(overlap=bool(n > 1)) for n in self.flying])
         return Account(

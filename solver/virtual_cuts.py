@@ -15,8 +15,12 @@ import numpy as np
 
 from autopar.solver.bounds import StageTimes
 from autopar.solver.facts import Floats
-from autopar.solver.recomputing import least_again_s
+from autopar.solver.recomputing import least_cut_again_s
+from autopar.solver.runs import Ints, rounds_of
 from autopar.solver.stages import Stager
+
+_NEAR = 4
+"""Blocks by which a cut may be off its share of the whole."""
 
 
 def virtual_cuts(stager: Stager) -> tuple[tuple[int, ...], ...]:
@@ -36,7 +40,8 @@ def virtual_cuts(stager: Stager) -> tuple[tuple[int, ...], ...]:
 
 
 def even_cuts(weights: Floats, num_runs: int) -> tuple[int, ...]:
-    """The cuts into runs, none empty, that minimize the sum of the squares of the runs' sums.
+    """The cuts into runs, none empty, that minimize the sum of the squares of the runs' sums, each
+    within ``_NEAR`` blocks of its share of the whole.
 
     Returns:
         The first block of every run, then the number of blocks.
@@ -49,18 +54,26 @@ def _even_cuts(data: bytes, num_runs: int) -> tuple[int, ...]:
     weights = np.frombuffer(data)
     num = len(weights)
     prefix = np.concatenate([[0.0], np.cumsum(weights)])
-    squares = (prefix[None, :] - prefix[:, None]) ** 2
-    squares[np.tril_indices(num + 1)] = np.inf
-    best = squares[0]
-    choices = []
-    for _ in range(num_runs - 1):
-        sums = best[:, None] + squares
-        choices.append(np.argmin(sums, axis=0))
-        best = np.min(sums, axis=0)
+    numbers = np.arange(1, num_runs)
+    wanted = np.searchsorted(prefix, prefix[-1] * numbers / num_runs)
+    wanted = np.maximum.accumulate(wanted - numbers) + numbers  # no run is empty
+    wanted = np.clip(wanted, numbers, num - numbers[::-1])
+    places = np.clip(
+        wanted[:, None] + np.arange(-_NEAR, _NEAR + 1),
+        numbers[:, None],
+        num - numbers[::-1, None],
+    )
+    best, last = np.zeros(1), np.zeros(1, dtype=np.intp)
+    choices: list[Ints] = []
+    for ends in (*places, np.array([num])):
+        sums = best[:, None] + (prefix[ends][None, :] - prefix[last][:, None]) ** 2
+        sums[last[:, None] >= ends[None, :]] = np.inf
+        choices.append(last[np.argmin(sums, axis=0)])
+        best, last = sums.min(axis=0), ends
     cuts = [num]
-    for choice in reversed(choices):
-        cuts.append(int(choice[cuts[-1]]))
-    return (0, *reversed(cuts))
+    for ends, choice in zip((*places, np.array([num]))[::-1], choices[::-1], strict=True):
+        cuts.append(int(choice[np.flatnonzero(ends == cuts[-1])[0]]))
+    return tuple(reversed(cuts))
 
 
 def least_cut_bound_s(stager: Stager, times: StageTimes, cuts: Sequence[tuple[int, ...]]) -> float:
@@ -84,32 +97,26 @@ def cut_bound_s(
     once more; by themselves they take as long as they take.
     """
     candidate, pp = stager.candidate, stager.candidate.pp
-    again = np.zeros(pp)
+    rounds, again = rounds_of(cuts, pp), np.zeros(pp)
     if memory:
-        again = np.array([least_again_s(stager, stage, cuts) for stage in range(pp)])
+        again = least_cut_again_s(stager, rounds)
         if np.isinf(again).any():
             return math.inf
-    starts = np.array(cuts[:-1])
-
-    def runs(values: Floats) -> Floats:
-        """Sums of the virtual stages: a row for each round, a column for each stage."""
-        return np.add.reduceat(values, starts).reshape(-1, pp)
-
-    gather, reduce, both = stager.gather_s(), stager.reduce_s(), runs(times.both)
-    largest = np.maximum.reduceat(gather, starts).reshape(-1, pp)
-    gathers, reductions = runs(gather), runs(reduce)
+    gather, reduce = stager.gather_s(), stager.reduce_s()
+    gathers, reductions = rounds.each.sums(gather), rounds.each.sums(reduce)
     beside, stream = _traffic_s(
         stager,
         gathers=gathers.sum(axis=0),
         reductions=reductions.sum(axis=0),
         at_ends=gathers[0] + reductions[0],
-        again=2 * (gathers - largest).sum(axis=0),
+        again=2 * (gathers - rounds.each.maxima(gather)).sum(axis=0),
     )
+    both, backward = rounds.each.sums(times.both), rounds.each.sums(times.backward)[0]
     hops = [2 * stager.border_s(cuts[stage + 1], stage) for stage in range(pp - 1)]
     before = np.concatenate([[0.0], np.cumsum(both[0][:-1] + np.array(hops))])
-    returned = np.concatenate([[0.0], np.cumsum(runs(times.backward)[0][:-1] + np.array(hops))])
+    returned = np.concatenate([[0.0], np.cumsum(backward[:-1] + np.array(hops))])
     work = candidate.num_micro_batches * (both.sum(axis=0) + again)
-    once = runs(stager.optimizer_s() + stager.costs.step_s).sum(axis=0)
+    once = rounds.sums(stager.optimizer_s() + stager.costs.step_s)
     once = once + stager.cluster.hardware.runtime.step_s
     busy = before + work + beside + np.maximum(0.0, once - returned)
     return float(np.maximum(busy, stream + once).max())

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from autopar.solver.cuts import Reach, Windows, all_windows, best_cuts
 from autopar.solver.facts import Floats
 from autopar.solver.runs import all_runs, cut_runs
+from autopar.solver.virtual_cuts import even_cuts
 
 values = st.floats(0.1, 9.0)
 
@@ -88,3 +89,21 @@ def test_runs_are_sums_and_maxima(drawn: list[float]) -> None:
         assert runs.length[i, j] == j - i
     whole = cut_runs((0, num))
     assert whole.maxima(np.array(drawn)).tolist() == [max(drawn)]
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=12), st.data())
+def test_even_cuts_are_runs_of_blocks(drawn: list[float], data: Any) -> None:
+    """Also where a few blocks have all of the weight."""
+    num_runs = data.draw(st.integers(1, len(drawn)))
+    cuts = even_cuts(np.array(drawn), num_runs)
+    assert (cuts[0], cuts[-1], len(cuts)) == (0, len(drawn), num_runs + 1)
+    assert all(first < end for first, end in itertools.pairwise(cuts))
+    if len(drawn) <= 5:  # everything is near
+        prefix = np.concatenate([[0.0], np.cumsum(drawn)])
+
+        def squares(ends: tuple[int, ...]) -> float:
+            return sum((prefix[j] - prefix[i]) ** 2 for i, j in itertools.pairwise(ends))
+
+        every = itertools.combinations(range(1, len(drawn)), num_runs - 1)
+        least = min(squares((0, *inner, len(drawn))) for inner in every)
+        assert squares(cuts) <= least * (1 + 1e-9)
