@@ -121,7 +121,8 @@ def instances(
     found = narrowed(found, names, like, max_candidates)
     if share is None:
         return found
-    return made(model, tighter(found, share), batch, training, found.pin)
+    less = tighter_cluster(model, cluster, batch, training, share, found.pin)
+    return made(model, less, batch, training, found.pin)
 
 
 def made(
@@ -151,10 +152,18 @@ def narrowed(instance: Instance, names: Sequence[str], like: int, max_candidates
     return instance
 
 
-def tighter(instance: Instance, share: float) -> Cluster:
+def tighter_cluster(
+    model: ModelFacts,
+    cluster: Cluster,
+    batch: int,
+    training: TrainingPlan,
+    share: float,
+    pin: Mapping[str, int | str] | None = None,
+) -> Cluster:
     """The cluster with so much of the memory that the fastest plan fills, context apart."""
+    instance = made(model, cluster, batch, training, pin)
     best = instance.search.run(instance.candidates).best
     assert best is not None
-    context = instance.cluster.hardware.memory.context_bytes
+    context = cluster.hardware.memory.context_bytes
     peak = max(best.stager.peak_bytes(best.cuts)) - context
-    return instance.cluster.with_memory(max(1, math.floor(context + share * peak + 32)))
+    return cluster.with_memory(max(1, math.floor(context + share * peak)))
