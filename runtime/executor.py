@@ -23,6 +23,7 @@ from autopar.runtime.communicator import CommunicationError, Communicator
 from autopar.runtime.message_parts import Part, part_of
 from autopar.runtime.micro_batches import own_rows, sequences
 from autopar.runtime.parameter_store import ParameterStore
+from autopar.runtime.parameter_unit import HeldGradients
 from autopar.runtime.segment_runner import failing_op
 from autopar.runtime.stage_form import StageForm
 from autopar.runtime.step_state import Incoming, StepInputs, StepState, Tape, Unfinished
@@ -176,7 +177,10 @@ class Executor:
         ]
         is_part = action.kind is ActionKind.BACKWARD_INPUT
         holds = is_part and self._form_of(action).runners[action.segment].leaves_weights
-        with self._store.holding() if holds else contextlib.nullcontext({}) as held:
+        held: HeldGradients = {}
+        with contextlib.ExitStack() as stack:
+            if holds:
+                held = stack.enter_context(self._store.holding())
             if roots:
                 torch.autograd.backward([edge for edge, _ in roots], [g for _, g in roots])
         if tape.deferred is not None:

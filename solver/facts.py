@@ -29,6 +29,8 @@ class BlockCosts:
         held_bytes: What autograd keeps.
         rebuilt_bytes: What is there beside it when backward has computed single ops again.
         temporary_bytes: What the op that needs most has beside it.
+        weight_s, waiting_bytes: Of a backward in two parts, the weight part of ``backward_s``, and
+            what is kept until then. Nothing, where costs are the least.
         input_bytes: The block's activations inputs: what recomputation starts from.
         border_bytes: What passes from block ``i - 1`` and before to block ``i`` and after.
         sent_bytes, gathered_bytes: What a rank sends of it, either way, and what tensor ranks then
@@ -48,6 +50,8 @@ class BlockCosts:
     held_bytes: Floats
     rebuilt_bytes: Floats
     temporary_bytes: Floats
+    weight_s: Floats
+    waiting_bytes: Floats
     input_bytes: Floats
     border_bytes: Floats
     sent_bytes: Floats
@@ -235,6 +239,8 @@ def _block_costs(
         held_bytes=np.array([float(cost.held_bytes) for cost in costs]),
         rebuilt_bytes=np.array([float(cost.rebuilt_bytes) for cost in costs]),
         temporary_bytes=np.array([float(cost.transient_bytes) for cost in costs]),
+        weight_s=np.array([min(cost.weight_s, cost.backward_s) for cost in costs]),
+        waiting_bytes=np.array([float(cost.waiting_bytes) for cost in costs]),
         input_bytes=inputs,
         border_bytes=borders,
         sent_bytes=sent,

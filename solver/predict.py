@@ -96,6 +96,8 @@ def _action_costs(solved: Solved) -> ActionCosts:
                 reduce_s=times.reduce_s[k],
                 send_s=times.send_s[k],
                 held_bytes=times.held_bytes[k],
+                weight_s=times.weight_s[k] if times.weight_s else 0.0,
+                weight_bytes=times.weight_bytes[k] if times.weight_bytes else 0,
             )
             for k in range(len(solved.segments))
         ),

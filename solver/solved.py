@@ -102,6 +102,7 @@ def segment_times(stager: Stager, segments: Sequence[tuple[int, int, int]]) -> S
         crosses = index + 1 < num and segments[index + 1][0] != stage
         sends.append(stager.border_s(last + 1, stage) if crosses else 0.0)
     again = stager.again()
+    splits = stager.candidate.schedule == "zero_bubble"
     kept = np.where(again > 0, costs.input_bytes, costs.held_bytes)
     return SegmentTimes(
         forward_s=sums(costs.forward_s),
@@ -110,4 +111,6 @@ def segment_times(stager: Stager, segments: Sequence[tuple[int, int, int]]) -> S
         reduce_s=sums(stager.reduce_s()),
         send_s=tuple(sends),
         held_bytes=tuple(int(held) for held in sums(kept)),
+        weight_s=sums(stager.weight_s()) if splits else (),
+        weight_bytes=tuple(map(int, sums(costs.waiting_bytes))) if splits else (),
     )

@@ -20,7 +20,7 @@ from autopar.solver.costs.memory import Itemsizes, StageContents, rank_bytes, sh
 from autopar.solver.costs.parameters import ParameterCosts
 from autopar.solver.facts import BlockCosts, Floats
 from autopar.solver.hardware import Cluster
-from autopar.solver.in_flight import in_flight
+from autopar.solver.in_flight import in_flight, in_parts
 from autopar.solver.runs import Rounds, Runs
 
 ROUNDED_BYTES = 16
@@ -53,6 +53,11 @@ class Stager:
         """
         again = self.costs.forward_s * self.again()
         return self.costs.backward_s + again + self.adding_s()
+
+    def weight_s(self) -> Floats:
+        """Of ``backward_s``, the weight part of a backward in two parts."""
+        weight = self.costs.weight_s
+        return np.where(weight > 0, weight + self.adding_s(), 0.0)
 
     def adding_s(self) -> Floats:
         """Seconds in which each block's gradients are added to those of earlier micro-batches."""
@@ -183,13 +188,16 @@ class Stager:
             held[-1] /= candidate.num_micro_batches
         borders = np.append(costs.border_bytes, 0.0)
         flying = in_flight(candidate, stage)
+        kept_bytes, waiting = float((flying @ held).max()), float(costs.waiting_bytes[own].sum())
+        for in_flight_still, num_waiting in in_parts(candidate, stage):
+            kept_bytes = max(kept_bytes, in_flight_still * held[0] + num_waiting * waiting)
         return StageContents(
             numel=numel,
             expert_numel=experts,
             segment_numel=largest,
             num_segments=len(own) if candidate.per_block else len(runs),
             overlap=self._overlaps(stage),
-            activation_bytes=float((flying @ held).max()),
+            activation_bytes=kept_bytes,
             recompute_bytes=float(self.rebuilt_bytes()[own].max()),
             temporary_bytes=float(costs.temporary_bytes[own].max()),
             message_bytes=max(2.0 * float(borders[i] + borders[j + 1]) for i, j in runs),
@@ -277,7 +285,25 @@ class Stager:
         if candidate.schedule == "layered" and not candidate.per_block:
             # the last segment has one micro-batch at a time
             kept = np.where(runs.end == self.costs.num_blocks, kept / flying, kept)
+        if self._in_parts is not None:
+            once, waiting = kept / flying, runs.sums(self.costs.waiting_bytes)
+            for still, num_waiting in self._in_parts:
+                kept = np.maximum(
+                    kept, still[runs.stage] * once + num_waiting[runs.stage] * waiting
+                )
         return kept
+
+    @functools.cached_property
+    def _in_parts(self) -> list[tuple[Floats, Floats]] | None:
+        """The fullest moments of backwards in two parts (``in_parts``), each for all stages; None
+        where backwards are whole.
+        """
+        found = [in_parts(self.candidate, stage) for stage in range(self.candidate.pp)]
+        if not any(found):
+            return None
+        most = max(map(len, found))
+        padded = np.array([moments + (most - len(moments)) * moments[:1] for moments in found])
+        return [(padded[:, n, 0].astype(float), padded[:, n, 1].astype(float)) for n in range(most)]
 
     def run_room(self, runs: Runs, *, shared: bool = True) -> Floats:
         """Bytes that runs may keep, with those of the block that is recomputed; negative where

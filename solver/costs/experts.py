@@ -85,6 +85,13 @@ class ExpertSizes:
         return self.itemsize * (self.rows * per_row + self.tokens * per_token)
 
     @property
+    def waiting_bytes(self) -> Size:
+        """What the gradients of weights are made of: rows before and gradients behind each of both
+        products.
+        """
+        return self.itemsize * self.rows * (2 * self.hidden + self.features + self.inner)
+
+    @property
     def kept_bytes(self) -> Size:
         """What backward needs: rows, both sides of the activation, and results for the weights."""
         return self.itemsize * self.rows * (2 * self.hidden + self.inner + 2 * self.features)

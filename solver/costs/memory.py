@@ -10,7 +10,8 @@ fp32 gradients          of a shard of narrower gradients, for the optimizer: wha
 gradient buffers        a segment's gradients before they are added or reduced
 gather buffers          ZeRO 3: the gathered parameters of two segments
 activations             what autograd keeps, or the inputs of recomputed blocks, of all
-                        micro-batches in flight
+                        micro-batches in flight; of backwards in two parts also what their weight
+                        parts wait with
 recompute               what autograd keeps of the one block that is recomputed, or what single
                         ops that are recomputed give to the backward of one block
 temporaries             the op that needs most beside what is kept: logits, as a rule. What it needs

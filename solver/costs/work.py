@@ -165,6 +165,32 @@ def backward_work(
     )
 
 
+def weight_work(
+    node: fx.Node,
+    operands: Sequence[Shape],
+    results: Sequence[Shape],
+    weights: Sequence[int],
+    *,
+    dispatch: int = 1,
+) -> Work:
+    """The part of ``backward_work`` of a product that gives the gradients of its ``weights``, by
+    their place among the operands (``ir.weight_parts``). A bias is no work of its own.
+    """
+    needs = [info(operand).tensor.requires_grad for operand in operands_of(node)]
+    learned = [index for index in weights if needs[index]]
+    if family_of(node) is Family.EXPERTS:
+        sizes = ExpertSizes.of(node, operands, dispatch)
+        at = {name: Call(node).indices(name)[0] for name in ("up", "down")}
+        pairs = zip(("up", "down"), _expert_products(sizes), strict=True)
+        chosen = tuple(product.right_gradient for name, product in pairs if at[name] in learned)
+        return Work(products=chosen, num_kernels=len(chosen))
+    product = product_of(node, operands, results)
+    left = 1 if op_name(node) in BIASED else 0
+    gradients = ((left, product.left_gradient), (left + 1, product.right_gradient))
+    chosen = tuple(part for index, part in gradients if index in learned)
+    return Work(products=chosen, num_kernels=len(chosen))
+
+
 def num_scores(operands: Sequence[Shape]) -> Size:
     """Scores of attention whose first operands, query and key, have these shapes."""
     query, key = operands[:2]

@@ -15,6 +15,8 @@ def kind_costs(problem: Problem, solution: Solution) -> tuple[KindCost, ...]:
     demanded: set[tuple[int, int]] = set()
     produced: dict[int, int] = {}
     kept: dict[int, None] = {}
+    weight, waiting = [0.0] * num, [0] * num
+    awaited: set[tuple[int, int]] = set()  # values that ops keep for the gradients of weights
     for op, choice in zip(problem.ops, solution.choices, strict=True):
         option = op.options[choice]
         forward[op.kind] += option.forward_s
@@ -30,6 +32,12 @@ def kind_costs(problem: Problem, solution: Solution) -> tuple[KindCost, ...]:
         for value, state in zip(op.results, option.option.results, strict=True):
             produced[value] = problem.values[value].states.index(state)
         kept.update(dict.fromkeys(option.held))
+        weight[op.kind] += option.weight_s
+        waiting[op.kind] += option.waiting_bytes
+        for place, num_bytes in option.waiting:
+            if (op.operands[place], num_bytes) not in awaited:
+                awaited.add((op.operands[place], num_bytes))
+                waiting[op.kind] += num_bytes
     for number, found in enumerate(problem.values):
         if found.state_class is not None:
             produced[number] = solution.states[found.state_class]
@@ -67,6 +75,8 @@ def kind_costs(problem: Problem, solution: Solution) -> tuple[KindCost, ...]:
             held_bytes=held[kind],
             rebuilt_bytes=rebuilt[kind],
             transient_bytes=transient[kind],
+            weight_s=weight[kind],
+            waiting_bytes=waiting[kind],
             forward_launch_s=launches[kind][0],
             backward_launch_s=launches[kind][1],
         )

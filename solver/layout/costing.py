@@ -16,7 +16,7 @@ from autopar.solver.costs.comm import Group, Links
 from autopar.solver.costs.families import Family, family_of
 from autopar.solver.costs.fusion import PLAIN, NodeStyle
 from autopar.solver.costs.kernels import Kernels
-from autopar.solver.costs.work import Work, backward_work, forward_work
+from autopar.solver.costs.work import Work, backward_work, forward_work, weight_work
 from autopar.solver.layout.outer import NodeView, causal_imbalance
 from autopar.solver.layout.problem import MoveCost
 
@@ -105,6 +105,16 @@ class Coster:
         if option.helper is not None:
             factor *= causal_imbalance(node, option.results[0], self.group.size)
         return OpSeconds(factor * forward + comm[0], factor * backward + comm[1], *comm, *launches)
+
+    def weight_seconds(
+        self, node: fx.Node, view: NodeView, option: Option, weights: Sequence[int]
+    ) -> float:
+        """Seconds of the part of a product's backward that gives the gradients of ``weights``."""
+        operands = self.operand_shapes(view, option)
+        results = [self.shape(t, s) for t, s in zip(view.results, option.results, strict=True)]
+        dispatch = self.dispatch(view, option)
+        work = weight_work(node, operands, results, weights, dispatch=dispatch)
+        return view.imbalance * self.kernels.seconds(work, backward=True)
 
     def operand_shapes(self, view: NodeView, option: Option) -> list[Shape]:
         """Shapes of a node's operands on a rank."""

@@ -70,6 +70,7 @@ class FrameOp:
     Attributes:
         operands, results: Indices of values.
         held: For each option, the tensors that autograd keeps.
+        weights: Operands whose gradients can be computed apart, later (``ir.weight_parts``).
         is_again: Whether backward computes it again by itself.
         is_rebuilt: Whether backward then reads its results.
         twin: The first op that costs the same in each of the same options, itself or an earlier.
@@ -84,6 +85,7 @@ class FrameOp:
     held: tuple[tuple[int, ...], ...]
     is_again: bool
     is_rebuilt: bool
+    weights: tuple[int, ...]
     twin: int
 
 

@@ -375,6 +375,7 @@ class _Maker:
             held=tuple(held),
             is_again=is_again,
             is_rebuilt=node in self.rebuilt[kind.name],
+            weights=self.facts.weights[kind.name].get(node, ()),
             twin=self.twins.setdefault(self.signature(kind, node, view), number),
         )
 
@@ -395,6 +396,7 @@ class _Maker:
             self.coster.style(node),
             node in self.coster.again,
             node in self.rebuilt[kind.name],
+            self.facts.weights[kind.name].get(node, ()),
             self.options[kind.name, node.name],
         )
 

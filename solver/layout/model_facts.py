@@ -18,6 +18,7 @@ from autopar.ir.plan import RecomputeName
 from autopar.ir.recompute import recomputed_blocks
 from autopar.ir.rules.attention import CAUSAL_HELPER
 from autopar.ir.typecheck import KindRules, kind_rules
+from autopar.ir.weight_parts import weight_operands
 from autopar.solver.costs.fusion import NodeStyle, node_styles
 from autopar.solver.layout.classes import Classes, state_classes
 from autopar.solver.layout.frame import Frame
@@ -37,6 +38,8 @@ class ModelFacts:
         uses: How many nodes read the placeholders of each class.
         experts: Classes of the weights of routed experts, of which dim 0 are the experts.
         num_experts: What an expert axis has to divide; 0 without routed experts.
+        weights: For each kind, the ops whose weights can have their gradients later, and which of
+            their operands these are (``ir.weight_parts``); none of the kind that makes the loss.
         positions: Sizes of the dims along which causal attention can be split.
         frames: Choices on an axis that were made already, by what they depend on.
     """
@@ -48,6 +51,7 @@ class ModelFacts:
     uses: Mapping[int, int]
     experts: frozenset[int]
     num_experts: int
+    weights: Mapping[str, Mapping[fx.Node, tuple[int, ...]]]
     positions: frozenset[int]
     frames: dict[Hashable, tuple[Frame, object]] = field(default_factory=dict, repr=False)
     _repeated: dict[RecomputeName, NDArray[np.float64]] = field(default_factory=dict, repr=False)
@@ -111,8 +115,20 @@ def model_facts(model: ModelGraph) -> ModelFacts:
             classes.of[name, "in", index] for name, index in experts if index is not None
         ),
         num_experts=math.gcd(*experts.values()),
+        weights=_later_weights(model),
         positions=_causal_positions(rules),
     )
+
+
+def _later_weights(model: ModelGraph) -> dict[str, Mapping[fx.Node, tuple[int, ...]]]:
+    last = model.blocks[model.producer(model.loss)[0]].kind
+    found: dict[str, Mapping[fx.Node, tuple[int, ...]]] = {last: {}}
+    for name, kind in model.kinds.items():
+        pairs = zip(kind.placeholders, kind.roles, strict=True)
+        parameters = [node for node, role in pairs if role is Role.PARAMETER]
+        if name != last:
+            found[name] = weight_operands(kind.graph, parameters)
+    return found
 
 
 def _expert_weights(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TypedDict
 
 from autopar.ir.graph import TensorInfo
 from autopar.ir.placement import State
 from autopar.ir.rules.core import Option
+from autopar.solver.costs.experts import ExpertSizes
+from autopar.solver.costs.families import Family, family_of
 from autopar.solver.costs.saved import own_bytes
 from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.frame import Frame, FrameClass, FrameHeld, FrameOp, KeptInside
@@ -125,6 +128,9 @@ def _keeping(option: OpOption, held: tuple[int, ...]) -> OpOption:
         backward_launch_s=option.backward_launch_s,
         rebuilt_bytes=option.rebuilt_bytes,
         transient_bytes=option.transient_bytes,
+        weight_s=option.weight_s,
+        waiting_bytes=option.waiting_bytes,
+        waiting=option.waiting,
         held=held,
     )
 
@@ -149,9 +155,44 @@ def _options(op: FrameOp, kind: str, coster: Coster, comm: OuterComm) -> tuple[O
                 rebuilt_bytes=_rebuilt_bytes(op, option, coster),
                 transient_bytes=coster.transient_bytes(op.node, op.view, option),
                 held=held,
+                **_parts(op, option, coster),
             )
         )
     return tuple(found)
+
+
+class _Parts(TypedDict, total=False):
+    weight_s: float
+    waiting_bytes: int
+    waiting: tuple[tuple[int, int], ...]
+
+
+def _parts(op: FrameOp, option: Option, coster: Coster) -> _Parts:
+    """Of an op whose weights have their gradients later: seconds of that, and what is kept until
+    then.
+
+    That are its other operands and the gradients of its result. Experts keep those of their two
+    products: rows and their features before each, and gradients behind each.
+    """
+    if not op.weights:
+        return {}
+    weight_s = coster.weight_seconds(op.node, op.view, option, op.weights)
+    if family_of(op.node) is Family.EXPERTS:
+        shapes = coster.operand_shapes(op.view, option)
+        sizes = ExpertSizes.of(op.node, shapes, coster.dispatch(op.view, option))
+        return {"weight_s": weight_s, "waiting_bytes": math.ceil(sizes.waiting_bytes)}
+    results = zip(op.view.results, option.results, strict=True)
+    return {
+        "weight_s": weight_s,
+        "waiting_bytes": sum(coster.bytes(tensor, state) for tensor, state in results),
+        "waiting": tuple(
+            (place, coster.bytes(tensor, state))
+            for place, (tensor, state) in enumerate(
+                zip(op.view.operands, option.operands, strict=True)
+            )
+            if place not in op.weights
+        ),
+    }
 
 
 def _rebuilt_bytes(op: FrameOp, option: Option, coster: Coster) -> int:

@@ -81,7 +81,8 @@ class OpOption:
 
     ``held`` are the tensors that autograd keeps when the op takes this option. The host launches
     the op's kernels in ``forward_launch_s`` and ``backward_launch_s``. ``rebuilt_bytes`` are there
-    when backward has computed the op again.
+    when backward has computed the op again. Of a backward in two parts ``weight_s`` is in the
+    weight part, until which the op keeps ``waiting_bytes``, and its operands ``waiting``.
     """
 
     option: Option
@@ -94,6 +95,9 @@ class OpOption:
     forward_launch_s: float = 0.0
     backward_launch_s: float = 0.0
     rebuilt_bytes: int = 0
+    weight_s: float = 0.0
+    waiting_bytes: int = 0
+    waiting: tuple[tuple[int, int], ...] = ()  # place among the operands, and bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +244,8 @@ class KindCost:
         held_bytes: What autograd keeps.
         rebuilt_bytes: What is there beside it when backward has computed single ops again.
         transient_bytes: The most that one op needs beside what is kept.
+        weight_s, waiting_bytes: Of a backward in two parts, what of ``backward_s`` is the weight
+            part, and what is kept until then.
         forward_launch_s, backward_launch_s: What the host needs to launch all kernels: the block
             takes no less.
     """
@@ -251,5 +257,7 @@ class KindCost:
     held_bytes: int
     transient_bytes: int
     rebuilt_bytes: int = 0
+    weight_s: float = 0.0
+    waiting_bytes: int = 0
     forward_launch_s: float = 0.0
     backward_launch_s: float = 0.0

@@ -28,6 +28,7 @@ from tests.models import SEQ
 from tests.runtime.cases import Setup
 from tests.runtime.harness import lowered, train_on_threads
 from tests.runtime.laid_out import laid_out
+from tests.runtime.test_recompute import predicted
 from tests.zoo import ZOO
 
 SETUPS = [
@@ -213,14 +214,17 @@ def test_the_parts_share_the_work_of_the_whole(recompute: RecomputeName):
 @pytest.mark.parametrize("recompute", ["none", "selective_op", "full"])
 def test_between_the_parts_live_operands_and_gradients_of_products(recompute: RecomputeName):
     """Of a layer: what goes into q, k and v, into o, into gate and up, and into down; the gradients
-    of all seven results, of which down's is given from outside.
+    of all seven results. It is what the cost model says.
     """
     layer = Layer(recompute, in_parts=True)
     if recompute == "full":
         assert layer.alive_bytes() == 0
     layer.backward()
     operands = 64 + 64 + 64 + 128
-    results = 64 + 32 + 32 + 64 + 128 + 128
-    assert layer.alive_bytes() == 4 * layer.tokens * (operands + results)
+    results = 64 + 32 + 32 + 64 + 128 + 128 + 64
+    expected = 4 * layer.tokens * (operands + results)
+    assert layer.alive_bytes() + layer.up.nbytes == expected
+    _, model, plan = lowered(Setup(name="llama"))
+    assert predicted(model, plan, recompute).waiting_bytes == expected
     layer.finish()
     assert layer.alive_bytes() == 0
