@@ -138,13 +138,6 @@ TIMES = (
         high=1e-4,
         meaning="seconds of a hop between nodes",
     ),
-    Fitted(
-        path="overlap.slowdown",
-        low=0,
-        high=1.0,
-        scale=0.3,
-        meaning="what a second of overlap adds to compute",
-    ),
 )
 """Fitted to step times."""
 
