@@ -13,7 +13,7 @@ from autopar.solver.hardware import Cluster
 from autopar.solver.instance import divisible, sequence_length
 from autopar.solver.layout.model_facts import ModelFacts, model_facts
 from autopar.solver.predict import predict
-from autopar.solver.search import Search
+from autopar.solver.zero_bubble import PartSearch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,9 @@ class Estimator:
         facts = model_facts(model) if isinstance(model, ModelGraph) else model
         self.facts, self.cluster, self.training = facts, cluster, training
         self.seq_len = seq_len or sequence_length(facts.model)
-        self.search = Search(facts, cluster, itemsizes(training), divisible(facts, self.seq_len))
+        self.search = PartSearch(
+            facts, cluster, itemsizes(training), divisible(facts, self.seq_len)
+        )
 
     def __call__(self, pin: Pins, *, global_batch_size: int) -> Estimate:
         """The estimate of the layout that ``pin`` describes; without virtual stages if it says

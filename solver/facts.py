@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import get_args
 
 import numpy as np
@@ -30,7 +30,7 @@ class BlockCosts:
         rebuilt_bytes: What is there beside it when backward has computed single ops again.
         temporary_bytes: What the op that needs most has beside it.
         weight_s, waiting_bytes: Of a backward in two parts, the weight part of ``backward_s``, and
-            what is kept until then. Nothing, where costs are the least.
+            what is kept until then; nothing is, where costs are the least.
         input_bytes: The block's activations inputs: what recomputation starts from.
         border_bytes: What passes from block ``i - 1`` and before to block ``i`` and after.
         sent_bytes, gathered_bytes: What a rank sends of it, either way, and what tensor ranks then
@@ -106,13 +106,22 @@ def layout_costs(
 
 
 def least_costs(facts: ModelFacts, problem: Problem, kinds: tuple[KindCost, ...]) -> BlockCosts:
-    """What no layout is below: ``kinds`` are lower bounds, classes have their smallest state."""
+    """What no layout is below: ``kinds`` are lower bounds, classes have their smallest state.
+
+    What ``weight_s`` leaves of ``backward_s`` is below every layout's input part.
+    """
     chosen = {
         number: _chosen(problem, number, range(len(found.states)))
         for number, found in enumerate(problem.classes)
         if found.states
     }
-    return _block_costs(facts, kinds, chosen)
+    found = _block_costs(facts, kinds, chosen)
+    inputs = {
+        name: cost.backward_s - cost.weight_s
+        for name, cost in zip(facts.model.kinds, kinds, strict=True)
+    }
+    input_s = np.array([inputs[block.kind] for block in facts.model.blocks])
+    return replace(found, weight_s=np.maximum(0.0, found.backward_s - input_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,12 +154,14 @@ def least_kind_costs(problem: Problem) -> tuple[KindCost, ...]:
     """For each kind: every op at its fastest, no moves, and every kept tensor at its smallest."""
     num = len(problem.kinds)
     forward, backward, held, temporary = [0.0] * num, [0.0] * num, [0] * num, [0] * num
+    inputs = [0.0] * num
     rebuilt = [0] * num
     launches = [[0.0, 0.0] for _ in range(num)]
     kept: dict[int, int] = {}
     for op in problem.ops:
         forward[op.kind] += min(option.forward_s for option in op.options)
         backward[op.kind] += min(option.backward_s for option in op.options)
+        inputs[op.kind] += min(option.backward_s - option.weight_s for option in op.options)
         launches[op.kind][0] += min(option.forward_launch_s for option in op.options)
         launches[op.kind][1] += min(option.backward_launch_s for option in op.options)
         smallest = min(option.transient_bytes for option in op.options)
@@ -183,6 +194,7 @@ def least_kind_costs(problem: Problem) -> tuple[KindCost, ...]:
             held_bytes=held[kind],
             rebuilt_bytes=rebuilt[kind],
             transient_bytes=temporary[kind],
+            weight_s=backward[kind] - inputs[kind],
             forward_launch_s=launches[kind][0],
             backward_launch_s=launches[kind][1],
         )

@@ -14,6 +14,7 @@ from autopar.solver.hardware import Cluster
 from autopar.solver.hardware.spec import Hardware
 from autopar.solver.layout.model_facts import ModelFacts, model_facts
 from autopar.solver.search import Progress, Search
+from autopar.solver.zero_bubble import PartSearch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,7 +88,7 @@ def make_instance(
     facts = model_facts(model) if isinstance(model, ModelGraph) else model
     seq_len = seq_len or sequence_length(facts.model)
     pin = dict(pin or {})
-    search = Search(
+    search = PartSearch(
         facts, cluster, itemsizes(training), divisible(facts, seq_len), progress=progress
     )
     found = candidates(

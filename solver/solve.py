@@ -182,6 +182,7 @@ def make_plan(
             kernels=candidate.kernels,
             virtual_stages=candidate.virtual_stages,
             recomputed_blocks=candidate.recomputed_blocks,
+            extra_in_flight=candidate.extra_in_flight,
         ),
         training=training,
         pins=instance.pin,

@@ -180,8 +180,10 @@ def subsets(blocks: Blocks) -> Iterator[Blocks]:
 def _costs(stager: Stager) -> Floats:
     """All of a layout that takes time: what a step is monotone in."""
     costs = stager.costs
+    parts = [costs.weight_s, costs.backward_s - costs.weight_s, costs.waiting_bytes]
     return np.concatenate(
         [
+            *(parts if stager.candidate.schedule == "zero_bubble" else []),
             costs.forward_s,
             costs.backward_s,
             costs.step_s,
