@@ -89,20 +89,22 @@ def priced_again_s(
 
 def least_cut_again_s(stager: Stager, rounds: Rounds) -> Floats:
     """Seconds per micro-batch of what each stage computes again, under any choice of blocks; inf
-    where none fits. Of blocks that differ the last one counts in part.
+    where none fits: a row for each choice of cuts. Of blocks that differ the last one counts in
+    part.
     """
     candidate = stager.candidate
     needed = stager.cut_peaks(rounds) - stager.cluster.usable_bytes - ROUNDED_BYTES
     if candidate.recompute != "blocks":
         return np.where(needed > 0, np.inf, 0.0)
-    found = np.zeros(candidate.pp)
-    for stage in np.flatnonzero(needed > 0).tolist():
-        runs = zip(rounds.each.first[:, stage], rounds.each.end[:, stage], strict=True)
+    found = np.zeros(needed.shape)
+    for cut, stage in np.argwhere(needed > 0).tolist():
+        first, end = rounds.each.first[cut, :, stage], rounds.each.end[cut, :, stage]
+        runs = zip(first.tolist(), end.tolist(), strict=True)
         flying = in_flight(candidate, stage).max(axis=0)
         own = [np.arange(first, end) for first, end in runs]
         numbers = np.repeat(flying, [len(blocks) for blocks in own])
         blocks = np.concatenate(own)
-        found[stage] = _least_cut_again_s(stager, needed[stage], blocks, numbers)
+        found[cut, stage] = _least_cut_again_s(stager, needed[cut, stage], blocks, numbers)
     return found
 
 

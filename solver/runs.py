@@ -56,45 +56,46 @@ class Rounds:
     """The virtual stages of one choice of cuts: what is said is said of all that a stage has.
 
     Attributes:
-        each: The virtual stages: a row for each round, a column for each stage.
+        each: The virtual stages: a row for each round, a column for each stage; of several choices
+            of cuts one after the other.
     """
 
     each: Runs
 
     @property
     def stage(self) -> Ints:
-        return self.each.stage[0]
+        return self.each.stage
 
     def sums(self, values: Floats) -> Floats:
         """The sum of a block's values over each stage."""
-        return self.each.sums(values).sum(axis=0)
+        return self.each.sums(values).sum(axis=-2)
 
     def largest_sums(self, values: Floats) -> Floats:
         """The same of the virtual stage that has most."""
-        return self.each.sums(values).max(axis=0)
+        return self.each.sums(values).max(axis=-2)
 
     def at_ends(self, values: Floats) -> Floats:
         """The largest sum of the values before the first and after the last block of a round."""
-        return self.each.at_ends(values).max(axis=0)
+        return self.each.at_ends(values).max(axis=-2)
 
     def maxima(self, values: Floats) -> Floats:
         """The largest of a block's values in each stage."""
-        return self.each.maxima(values).max(axis=0)
+        return self.each.maxima(values).max(axis=-2)
 
     @property
     def length(self) -> Ints:
         """Blocks of each stage."""
-        return self.each.length.sum(axis=0)
+        return self.each.length.sum(axis=-2)
 
 
-def rounds_of(cuts: Sequence[int], num_stages: int) -> Rounds:
-    """The virtual stages of ``cuts``: the first block of each, then the number of blocks; virtual
-    stage c is on stage c mod p.
+def rounds_of(cuts: Sequence[Sequence[int]], num_stages: int) -> Rounds:
+    """The virtual stages of choices of cuts, all as many: the first block of each, then the number
+    of blocks; virtual stage c is on stage c mod p.
     """
-    first = np.array(cuts[:-1]).reshape(-1, num_stages)
-    end = np.array(cuts[1:]).reshape(-1, num_stages)
-    stage = np.broadcast_to(np.arange(num_stages), first.shape)
-    return Rounds(each=Runs(stage=stage, first=first, end=end))
+    all_cuts = np.array(cuts)
+    first = all_cuts[:, :-1].reshape(len(cuts), -1, num_stages)
+    end = all_cuts[:, 1:].reshape(len(cuts), -1, num_stages)
+    return Rounds(each=Runs(stage=np.arange(num_stages), first=first, end=end))
 
 
 def all_runs(num_blocks: int, stage: int) -> Runs:

@@ -43,7 +43,7 @@ from autopar.solver.settings import Setting, make_setting
 from autopar.solver.solved import Solved, simulate_cuts
 from autopar.solver.stages import Stager
 from autopar.solver.typed_axes import TypedAxes
-from autopar.solver.virtual_cuts import cut_bound_s, least_cut_bound_s, virtual_cuts
+from autopar.solver.virtual_cuts import least_cut_bound_s, virtual_cuts
 
 Progress = Callable[[str], None]
 
@@ -223,7 +223,7 @@ class Search:
         bound = scalar_bound_s(candidate, times)
         if candidate.virtual_stages > 1:
             cuts = self._cuts(candidate, stager)
-            bound = max(bound, min(cut_bound_s(stager, times, cut, memory=False) for cut in cuts))
+            bound = max(bound, least_cut_bound_s(stager, times, cuts, memory=False))
         return bound
 
     def bound(self, candidate: Candidate) -> float:
@@ -279,7 +279,7 @@ class Search:
         for cuts in self._cuts(candidate, stager):
             chosen = self._within(stager, cuts)
             if chosen is not None:
-                best = min(best, cut_bound_s(chosen, exact_times(chosen), cuts))
+                best = min(best, least_cut_bound_s(chosen, exact_times(chosen), [cuts]))
         return best
 
     def _has_one_layout(self, candidate: Candidate) -> bool:

@@ -78,6 +78,7 @@ class Setting:
     _tight: BlockCosts | None = field(default=None, repr=False)
     _frontier: tuple[tuple[float, float], ...] | None = None
     _priced: dict[float, Floats] = field(default_factory=dict)
+    _fastest: KindCost | None = None
 
     def solution(self, recompute: RecomputeName, limits: Sequence[MemoryLimit] = ()) -> Solution:
         """The layout that computes all blocks once in the least time, within memory limits."""
@@ -216,7 +217,9 @@ class Setting:
 
     def fastest_kind(self) -> KindCost:
         """What a block of ``main_kind`` costs in the fastest layout."""
-        return kind_costs(self.problem, self.solution("none"))[self.main_kind]
+        if self._fastest is None:
+            self._fastest = kind_costs(self.problem, self.solution("none"))[self.main_kind]
+        return self._fastest
 
     def main_blocks(self) -> list[int]:
         """The blocks of ``main_kind``."""

@@ -136,13 +136,13 @@ class Stager:
 
     def border_s(self, block: int, border: int) -> float:
         """Seconds until what passes from before ``block`` to it and after is on the next stage."""
-        key = (float(self.costs.gathered_bytes[block]), float(self.costs.sent_bytes[block]), border)
-        if key not in self._borders:
-            self._borders[key] = self._border_s(block, border)
-        return self._borders[key]
+        crosses, known = self._crosses_nodes(border), self._borders
+        if (block, crosses) not in known:
+            known[block, crosses] = self._border_s(block, border)
+        return known[block, crosses]
 
     @functools.cached_property
-    def _borders(self) -> dict[tuple[float, float, int], float]:
+    def _borders(self) -> dict[tuple[int, bool], float]:
         return {}
 
     def _border_s(self, block: int, border: int) -> float:
@@ -153,14 +153,16 @@ class Stager:
 
     def message_s(self, num_bytes: float, border: int) -> float:
         """Seconds of a message of a rank from stage ``border`` to the next."""
-        per_stage = self.candidate.ranks_per_stage
-        per_node = self.cluster.gpus_per_node
-        crosses = per_stage >= per_node or ((border + 1) * per_stage) % per_node == 0
         return Links(self.cluster).message_seconds(
             num_bytes,
-            crosses_nodes=crosses and self.cluster.nodes > 1,
-            sharing=min(per_stage, per_node),
+            crosses_nodes=self._crosses_nodes(border),
+            sharing=min(self.candidate.ranks_per_stage, self.cluster.gpus_per_node),
         )
+
+    def _crosses_nodes(self, border: int) -> bool:
+        per_stage, per_node = self.candidate.ranks_per_stage, self.cluster.gpus_per_node
+        crosses = per_stage >= per_node or ((border + 1) * per_stage) % per_node == 0
+        return crosses and self.cluster.nodes > 1
 
     # Bytes
 
@@ -360,9 +362,11 @@ class Stager:
         if candidate.schedule == "layered" and not candidate.per_block:
             last = runs.end == self.costs.num_blocks
             held = np.where(last, held / candidate.num_micro_batches, held)
-        kept = np.array(
-            [(in_flight(candidate, stage) @ held[:, stage]).max() for stage in range(candidate.pp)]
-        )
+        moments = [
+            (held[..., stage] @ in_flight(candidate, stage).T).max(axis=-1)
+            for stage in range(candidate.pp)
+        ]
+        kept = np.stack(moments, axis=-1)
         rebuilt = rounds.maxima(self.rebuilt_bytes())
         return self._account(rounds, shared=False).peak(kept + rebuilt)
 
@@ -378,8 +382,7 @@ class Stager:
         fixed, floor = self._parameter_bytes(numel, experts)
         largest, doubled = runs.maxima(numel_of_blocks), np.minimum(2, runs.length)
         if not candidate.per_block:
-            virtual = isinstance(runs, Rounds)
-            largest = runs.largest_sums(numel_of_blocks) if virtual else numel
+            largest = numel if isinstance(runs, Runs) else runs.largest_sums(numel_of_blocks)
             doubled = np.full(numel.shape, min(2, candidate.virtual_stages))
         buffers, gathered = largest * sizes.compute, np.zeros(numel.shape)
         if zero >= 2 and candidate.num_shards > 1:

@@ -8,7 +8,6 @@ sense each, by what no layout is below; each has a bound, and the simulator deci
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -76,20 +75,18 @@ def _even_cuts(data: bytes, num_runs: int) -> tuple[int, ...]:
     return tuple(reversed(cuts))
 
 
-def least_cut_bound_s(stager: Stager, times: StageTimes, cuts: Sequence[tuple[int, ...]]) -> float:
-    """The least ``cut_bound_s`` of several cuts; inf where none fits."""
-    best = math.inf
-    roughly = [(cut_bound_s(stager, times, cut, memory=False), cut) for cut in cuts]
-    for rough, cut in sorted(roughly):
-        if rough < best:
-            best = min(best, cut_bound_s(stager, times, cut))
-    return best
-
-
-def cut_bound_s(
-    stager: Stager, times: StageTimes, cuts: Sequence[int], *, memory: bool = True
+def least_cut_bound_s(
+    stager: Stager, times: StageTimes, cuts: Sequence[tuple[int, ...]], *, memory: bool = True
 ) -> float:
-    """No layout is faster with ``cuts``; inf where none fits, unless ``memory`` is left out.
+    """The least ``cut_bounds_s`` of several cuts; inf where none fits."""
+    return float(cut_bounds_s(stager, times, cuts, memory=memory).min())
+
+
+def cut_bounds_s(
+    stager: Stager, times: StageTimes, cuts: Sequence[tuple[int, ...]], *, memory: bool = True
+) -> Floats:
+    """No layout is faster with each of ``cuts``; inf where none fits, unless ``memory`` is left
+    out.
 
     Every stage waits for the first micro-batch to pass the virtual stages before its first one, and
     to come back through them, and has its work in between. Its gathers and reductions between the
@@ -97,29 +94,34 @@ def cut_bound_s(
     once more; by themselves they take as long as they take.
     """
     candidate, pp = stager.candidate, stager.candidate.pp
-    rounds, again = rounds_of(cuts, pp), np.zeros(pp)
+    rounds = rounds_of(cuts, pp)
+    again: Floats = np.zeros((len(cuts), pp))
     if memory:
         again = least_cut_again_s(stager, rounds)
-        if np.isinf(again).any():
-            return math.inf
     gather, reduce = stager.gather_s(), stager.reduce_s()
     gathers, reductions = rounds.each.sums(gather), rounds.each.sums(reduce)
     beside, stream = _traffic_s(
         stager,
-        gathers=gathers.sum(axis=0),
-        reductions=reductions.sum(axis=0),
-        at_ends=gathers[0] + reductions[0],
-        again=2 * (gathers - rounds.each.maxima(gather)).sum(axis=0),
+        gathers=gathers.sum(axis=1),
+        reductions=reductions.sum(axis=1),
+        at_ends=gathers[:, 0] + reductions[:, 0],
+        again=2 * (gathers - rounds.each.maxima(gather)).sum(axis=1),
     )
-    both, backward = rounds.each.sums(times.both), rounds.each.sums(times.backward)[0]
-    hops = [2 * stager.border_s(cuts[stage + 1], stage) for stage in range(pp - 1)]
-    before = np.concatenate([[0.0], np.cumsum(both[0][:-1] + np.array(hops))])
-    returned = np.concatenate([[0.0], np.cumsum(backward[:-1] + np.array(hops))])
-    work = candidate.num_micro_batches * (both.sum(axis=0) + again)
+    both, backward = rounds.each.sums(times.both), rounds.each.sums(times.backward)
+    hops = [[2 * stager.border_s(cut[s + 1], s) for s in range(pp - 1)] for cut in cuts]
+    work = candidate.num_micro_batches * (both.sum(axis=1) + again)
     once = rounds.sums(stager.optimizer_s() + stager.costs.step_s)
     once = once + stager.cluster.hardware.runtime.step_s
+    before, returned = _passed_s(both[:, 0], hops), _passed_s(backward[:, 0], hops)
     busy = before + work + beside + np.maximum(0.0, once - returned)
-    return float(np.maximum(busy, stream + once).max())
+    found: Floats = np.maximum(busy, stream + once).max(axis=1)
+    return found
+
+
+def _passed_s(seconds: Floats, hops: Sequence[Sequence[float]]) -> Floats:
+    """For each stage, seconds and messages of the stages before it."""
+    each = seconds[:, :-1] + np.array(hops).reshape(len(seconds), -1)
+    return np.concatenate([np.zeros((len(seconds), 1)), np.cumsum(each, axis=1)], axis=1)
 
 
 def _traffic_s(
