@@ -162,6 +162,8 @@ def rebuilt_nodes(
 ) -> frozenset[fx.Node]:
     """Those of ``again``, which backward computes again, whose results backward reads."""
     found: set[fx.Node] = set()
+    if not again:
+        return frozenset()
     for node in graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
