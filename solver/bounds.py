@@ -17,10 +17,11 @@ recompute in g) and w + 1 its forwards before the first backward (w = min(M, p â
     Forwards of the stages before hide the gathers, their last backwards reductions and optimizer
 (D) the communication stream: all gathers and reductions one after the other
 (E) what is hidden slows compute down: reductions of all but the last micro-batch, and gathers of
-    all but the first and the last, run while the stage computes or waits after its first backward;
-    on a single stage, which waits for no other, all of them do. With ZeRO 0 and 1 the gathers of
-    the first stage slow the first forward down, and the reductions of every stage that the last
-    micro-batch passes on its way back slow its backward there down
+    all but the first and the last, run while the stage computes or waits after its first backward,
+    in (A) and (B), as (F) and (G) count that waiting; on a single stage, which waits for no other,
+    all of them do. With ZeRO 0 and 1 the gathers of the first stage slow the first forward down,
+    and the reductions of every stage that the last micro-batch passes on its way back slow its
+    backward there down
 
 Every form is a sum over the blocks of the stage plus a constant, so that ``cuts`` finds the cuts
 that minimize the largest of them. With the exact times of a layout this guides the choice of cuts.
@@ -121,22 +122,23 @@ class StageBounds:
         run, total = runs.sums(self.times.both) + again, self.total + again
         if again.any():
             total = np.maximum(total, self.total + windows.least_sum(needed))
+        added, beside, stream = self._communicate(runs, again)
         before = self.before[runs.first]
-        bound = before + num * run  # (A)
+        bound = before + num * run + beside  # (A)
         if candidate.schedule == "1f1b":
             ahead = self.stager.flying[stage] - 1
             waiting = total + (num - 1) * run - ahead * runs.sums(self.times.forward)
-            bound = np.maximum(bound, waiting + self.messages[0])  # (B)
+            waiting = waiting + self.messages[0] + self._beside_s(runs, beside, ahead)
+            bound = np.maximum(bound, waiting)  # (B)
             loop = self.total + again - before + self.messages[stage]
             bound = np.maximum(bound, before + np.ceil(num / (ahead + 1)) * loop)  # (F)
             returned = total + (num - ahead - 2) * run + self.messages[0]
             returned = returned + loop + self._slower_beyond_s(runs)
             bound = np.where(num >= ahead + 2, np.maximum(bound, returned), bound)  # (G)
         else:
-            waiting = total + (num - 1) * run + self.messages[0]
+            waiting = total + (num - 1) * run + self.messages[0] + beside
             bound = np.where(stage == candidate.pp - 1, np.maximum(bound, waiting), bound)
-        extra, stream = self._communicate(runs, again)
-        bound = np.maximum(bound + extra, stream)  # (C), (D)
+        bound = np.maximum(bound + added, stream)  # (C), (D)
         return np.where(np.isfinite(needed), bound, np.inf)
 
     def _messages(self) -> Floats:
@@ -174,14 +176,32 @@ class StageBounds:
         stages = self.stager.candidate.pp - 1 - runs.stage
         return np.maximum(0.0, after[runs.end] - stages * largest[runs.end])
 
-    def _communicate(self, runs: Runs, again: Floats) -> tuple[Floats, Floats]:
-        """(C) and (E) added to what a stage computes, and (D); ``again`` lengthens backward."""
+    def _beside_s(self, runs: Runs, beside: Floats, ahead: Floats) -> Floats:
+        """What is left of (E) where a stage waits after its first forwards for its first backward:
+        their gathers run meanwhile.
+        """
+        candidate = self.stager.candidate
+        if candidate.zero_stage < 3 or candidate.pp == 1:
+            return beside
+        slowdown = self.stager.cluster.hardware.overlap.slowdown
+        gather, early = self.stager.gather_s(), np.minimum(ahead, candidate.num_micro_batches - 2)
+        each = np.maximum(0.0, 2 * (runs.sums(gather) - runs.maxima(gather)))
+        return np.maximum(0.0, beside - slowdown * np.maximum(0.0, early) * each)
+
+    def _communicate(self, runs: Runs, again: Floats) -> tuple[Floats, Floats, Floats]:
+        """(C) added to what a stage computes, (E) to what it computes or waits in between, and (D);
+        ``again`` lengthens backward.
+        """
         stager, candidate = self.stager, self.stager.candidate
         gather, reduce = stager.gather_s(), stager.reduce_s()
         gathers, reductions = runs.sums(gather), runs.sums(reduce)
         num, zero = candidate.num_micro_batches, candidate.zero_stage
         slowdown = stager.cluster.hardware.overlap.slowdown
         each = np.maximum(0.0, 2 * (gathers - runs.maxima(gather)))
+        # what happens before a stage meanwhile hides it: first forwards, last backwards, messages
+        way = self.messages[0] / 2
+        passed = np.concatenate([[0.0], np.cumsum(self.times.forward)[:-1] + way])[runs.first]
+        returned = np.concatenate([[0.0], np.cumsum(self.times.backward)[:-1] + way])[runs.first]
         stream, slow = gathers + reductions, np.zeros(gathers.shape)
         first, last, behind = gathers, reductions, slow
         if candidate.per_block:
@@ -199,7 +219,8 @@ class StageBounds:
             elif zero == 2 and candidate.schedule == "1f1b":
                 stream = gathers + num * reductions
             if candidate.schedule == "1f1b" and zero >= 2:  # (E)
-                slow = slowdown * (num - 1) * reductions
+                queued = np.where(runs.first > 0, returned, 0.0)  # behind the last backward
+                slow = slowdown * np.maximum(0.0, (num - 1) * reductions - queued)
                 if zero == 3:
                     slow = slow + slowdown * max(0, num - 2) * each
             elif candidate.schedule == "layered" and zero >= 1:
@@ -207,16 +228,12 @@ class StageBounds:
                 slow = slowdown * (hidden + (each / 2 if zero == 3 else 0.0))
         once = runs.sums(stager.optimizer_s() + stager.costs.step_s)
         once = once + stager.cluster.hardware.runtime.step_s
-        # what happens before a stage meanwhile hides it: first forwards, last backwards, messages
-        way = self.messages[0] / 2
-        passed = np.concatenate([[0.0], np.cumsum(self.times.forward)[:-1] + way])[runs.first]
-        returned = np.concatenate([[0.0], np.cumsum(self.times.backward)[:-1] + way])[runs.first]
-        added = np.maximum(0.0, first - passed) + np.maximum(behind, last + once - returned) + slow
+        added = np.maximum(0.0, first - passed) + np.maximum(behind, last + once - returned)
         if candidate.pp == 1 and candidate.per_block:  # nothing to wait for: hidden or exposed
             total = stream
             if candidate.schedule == "1f1b" and zero == 3:
                 total = num * (each + reductions)
             firsts = gather[runs.first] + reduce[runs.first]
             hidden = slowdown * np.maximum(0.0, total - firsts)
-            added = np.maximum(added, firsts + hidden + once)
-        return added, stream + once
+            added, slow = np.maximum(added + slow, firsts + hidden + once), np.zeros(slow.shape)
+        return added, slow, stream + once

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -351,7 +352,11 @@ class Search:
     ) -> Solved | None:
         stager = self.layout_stager(candidate, setting, solution)
         found: list[Solved] = []
-        for cuts in self._cuts(candidate, stager):
+        tried = [
+            self._cuts(variant, replace(stager, candidate=variant))
+            for variant in _variants(candidate)
+        ]
+        for cuts in dict.fromkeys(itertools.chain.from_iterable(tried)):
             chosen = self._within(stager, cuts)
             if chosen is not None:
                 found.append(simulate_cuts(chosen.candidate, setting, solution, chosen, cuts))

@@ -30,6 +30,7 @@ from autopar.solver.facts import (
 from autopar.solver.hardware import Cluster
 from autopar.solver.layout.check import kind_costs
 from autopar.solver.layout.costing import Coster
+from autopar.solver.layout.frame import ClassRole
 from autopar.solver.layout.make import make_problem
 from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.problem import (
@@ -125,7 +126,11 @@ class Setting:
             backward=tuple(map(float, counts)),
             step=0.0,
             held=tuple(TIE_BREAK_S_PER_BYTE * count for count in counts),
-            parameters=(0.0,) * len(self.problem.classes),
+            parameters=tuple(
+                TIE_BREAK_S_PER_BYTE if found.role is ClassRole.BOUNDARY else 0.0
+                for found in self.problem.classes
+            ),
+            transient=TIE_BREAK_S_PER_BYTE,
         )
 
     def _repeated(self, kind: int, recompute: RecomputeName) -> float:
@@ -171,12 +176,18 @@ class Setting:
         least = self.least_times(recompute)
         if self.tp == 1:
             return least
-        kept = sum(held.num_bytes for held in self.problem.held) * max(self.problem.counts)
-        joint = self.solution(recompute).bound - TIE_BREAK_S_PER_BYTE * kept
+        joint = self.solution(recompute).bound - TIE_BREAK_S_PER_BYTE * self._most_bytes()
         more = least.both * max(0.0, joint / float(least.both.sum()) - 1)
         return StageTimes(
             both=least.both + more, forward=least.forward + more, backward=least.backward + more
         )
+
+    def _most_bytes(self) -> float:
+        """No layout has more bytes that break ties."""
+        ops, classes = self.problem.ops, self.problem.classes
+        kept = sum(held.num_bytes for held in self.problem.held) * max(self.problem.counts)
+        transient = sum(max(option.transient_bytes for option in op.options) for op in ops)
+        return kept + transient + sum(max(found.numel, default=0) for found in classes)
 
     def tight(self) -> BlockCosts:
         """``least``, with what a block of each kind takes forward and keeps at the least as a

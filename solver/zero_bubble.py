@@ -7,6 +7,9 @@ n its micro-batches in flight before the first input part, and M in all:
     the first forward has to arrive; nobody waits for weight parts, so that nothing has to follow
 (B) Σ f + Σ_{s' > s} i + messages down, and from the end to s + M · t_s − n · f_s
     the first input part waits for all stages behind, while only n forwards may run
+(E) Σ_{s' < s} (f + i) + messages down to s and back + M · t_s − d · w_s
+    when the last input part comes, d weight parts of the stage wait or will, its own among them,
+    and all else of it is done; then the input parts of the stages before follow
 (C) the reduction of the stage's first block (of all, as one segment) after its last weight part,
     then the optimizer
 (D) the communication stream: all gathers and reductions one after the other
@@ -20,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.ir.orders import most_waiting
 from autopar.solver.bounds import AgainSeconds, StageBounds, StageTimes, exact_times
 from autopar.solver.candidates import Candidate
 from autopar.solver.cuts import Reach, Windows, best_cuts
@@ -48,9 +52,9 @@ class PartSearch(Search):
         times = setting.least_times(candidate.recompute).plus_backward(adding)
         return any_parts_s(candidate, setting.tight().forward_s, times.both)
 
-    def bound(self, candidate: Candidate) -> float:
+    def _bound(self, candidate: Candidate) -> float:
         if not has_parts(candidate):
-            return super().bound(candidate)
+            return super()._bound(candidate)
         setting = self.setting(candidate)
         stager = self.stager(candidate, setting.tight())
         times = setting.least_times(candidate.recompute).plus_backward(stager.adding_s())
@@ -64,11 +68,14 @@ class PartSearch(Search):
     def _cuts(
         self, candidate: Candidate, stager: Stager, times: StageTimes | None = None
     ) -> tuple[tuple[int, ...], ...]:
+        """Those that are best by the bounds of either kind: neither follows a step closely."""
+        others = super()._cuts(candidate, stager, times)
         if not has_parts(candidate) or candidate.cuts == "even":
-            return super()._cuts(candidate, stager, times)
+            return others
         bounds = PartBounds(stager, exact_times(stager) if times is None else times)
         bound, cuts = best_cuts(bounds, bounds.reach)
-        return (cuts,) if math.isfinite(bound) else ()
+        own = (cuts,) if math.isfinite(bound) else ()
+        return tuple(dict.fromkeys((*own, *others)))
 
 
 def has_parts(candidate: Candidate) -> bool:
@@ -87,6 +94,13 @@ def any_parts_s(candidate: Candidate, forward: Floats, both: Floats) -> float:
     num = candidate.num_micro_batches
     before = np.concatenate([[0.0], np.cumsum(forward)[:-1]])
     return max(num * float(both.sum()) / candidate.pp, float((before + num * both).max()))
+
+
+def _num_left(candidate: Candidate, stage: int) -> int:
+    """Weight parts of a stage that come after its last input part."""
+    return 1 + most_waiting(
+        candidate.pp, stage, candidate.num_micro_batches, candidate.extra_in_flight
+    )
 
 
 class PartBounds(StageBounds):
@@ -128,9 +142,18 @@ class PartBounds(StageBounds):
         flying = stager.flying[stage]
         after = (num - flying) * runs.sums(self.times.both) + flying * runs.sums(backward)
         bound = np.maximum(bound, returned + after + num * again)  # (B)
+        left = np.array(
+            [min(num, _num_left(stager.candidate, s)) for s in range(len(stager.flying))]
+        )
+        early = np.minimum(self.times.both, self.forward + self.input)
+        leaves = np.concatenate([[0.0], np.cumsum(early)])[runs.first] + 2 * down
+        leaves = leaves - self.messages[stage] + num * again
+        leaves = leaves + (num - left[stage]) * runs.sums(self.times.both)
+        last = leaves + left[stage] * runs.sums(early)  # (E)
         once = runs.sums(stager.optimizer_s() + stager.costs.step_s)
         once = once + stager.cluster.hardware.runtime.step_s
         bound = np.maximum(bound + self._last_reduction_s(runs), self._stream_s(runs)) + once
+        bound = np.maximum(bound, last)
         return np.where(np.isfinite(needed), bound, np.inf)
 
     def _first_gather_s(self, runs: Runs) -> Floats:
