@@ -1,0 +1,83 @@
+"""Candidates are what docs/concepts/problem.md says is searched: no more, no less, none twice."""
+
+import itertools
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.ir.errors import InputError
+from autopar.solver import Cluster
+from autopar.solver.candidates import Divisible, candidates
+
+
+def searched(nodes: int, inside: int, batch: int, model: Divisible):
+    """Candidates as tuples, as the page states them."""
+    gpus, found = nodes * inside, set()
+    degrees = [degree for degree in range(1, gpus + 1) if gpus % degree == 0]
+    for pp, tp, cp, ep in itertools.product(degrees, repeat=4):
+        if gpus % (pp * tp * cp * ep) or tp > inside or pp > model.num_blocks:
+            continue
+        if cp > 1 and (not model.seq_len or model.seq_len < 32_768 or model.seq_len % cp):
+            continue
+        if ep > 1 and (not model.num_experts or model.num_experts % ep):
+            continue
+        dp = gpus // (pp * tp * cp * ep)
+        if batch % (dp * ep):
+            continue
+        share = batch // (dp * ep)
+        in_node = math.gcd(dp, max(1, inside // (tp * cp * ep)))
+        orders = [("1f1b", 1), ("layered", 1)]
+        orders += [
+            (name, virtual)
+            for virtual in (2, 3, 4, 8)
+            if pp > 1 and pp * virtual <= model.num_blocks
+            for name in ("interleaved", "layered")
+        ]
+        for size, shard, (name, virtual) in itertools.product(
+            range(1, share + 1), {1, in_node, dp}, orders
+        ):
+            num = share // size
+            if share % size or (num == 1 and (name, virtual) != ("1f1b", 1)):
+                continue
+            if name == "interleaved" and num < pp:
+                continue
+            stages = (1, 2, 3) if shard > 1 else (0,)
+            if shard == dp == 1 and cp * ep > 1:
+                stages = (0, 1, 2, 3)
+            for zero in stages:
+                found.add((pp, dp // shard, shard, cp, ep, tp, size, num, zero, name, virtual))
+    return found
+
+
+@given(
+    nodes=st.integers(1, 4),
+    inside=st.integers(1, 9),
+    batch=st.integers(1, 24),
+    num_blocks=st.integers(1, 17),
+    seq_len=st.sampled_from([None, 2048, 32_768, 49_152]),
+    num_experts=st.sampled_from([0, 0, 4, 6]),
+)
+def test_candidates_are_those_that_the_docs_state(
+    nodes, inside, batch, num_blocks, seq_len, num_experts
+):
+    model = Divisible(num_blocks=num_blocks, seq_len=seq_len, num_experts=num_experts)
+    cluster = Cluster("cpu-local", nodes=nodes, gpus_per_node=inside)
+    expected = searched(nodes, inside, batch, model)
+    try:
+        found = candidates(cluster, global_batch_size=batch, model=model, pin={})
+    except InputError:
+        assert not expected
+        return
+    made = [
+        (
+            *(one.pp, one.dp_replicate, one.dp_shard, one.cp, one.ep, one.tp),
+            *(one.micro_batch_size, one.num_micro_batches),
+            *(one.zero_stage, one.schedule, one.virtual_stages),
+        )
+        for one in found
+    ]
+    assert set(made) == expected
+    assert len(made) == len(expected)
+    assert {one.recompute for one in found} == {"blocks"}
+    assert {one.cuts for one in found} == {"balanced"}
