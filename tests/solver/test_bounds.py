@@ -21,6 +21,7 @@ Body = list[tuple[str, int]]
 Pins = Mapping[str, int | str]
 
 MLP: Body = [("linear", 0), ("relu", 0), ("linear", 0), ("add", 0)]
+PRODUCTS: Body = [("mul", 0), ("add", 0), ("mul", 0), ("mul", 0)]
 
 
 def instance(
@@ -57,3 +58,9 @@ def test_the_last_block_of_a_layered_schedule_keeps_one_input() -> None:
     slow = cluster(6_951, nodes=2, inside=5, compute=0.01, memory=0.001, node=0.1, network=1000)
     pin: Pins = {"virtual_stages": 1, "zero_stage": 1, "schedule": "layered", "tp": 2}
     check(instance([("mul", 0), ("add", 0)], 2, changed(slow, slowdown=1.0), 20, pin))
+
+
+def test_reductions_beside_a_stage_that_waits_slow_nothing_down() -> None:
+    four = changed(cluster(11_808, network=0.1), launch=0)
+    pin: Pins = {"pp": 2, "tp": 1, "zero_stage": 2}
+    check(instance(PRODUCTS, 3, four, 6, pin))
