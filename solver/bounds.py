@@ -79,6 +79,11 @@ def exact_times(stager: Stager) -> StageTimes:
     return StageTimes(both=forward + backward, forward=forward, backward=backward)
 
 
+def _before(values: Floats) -> Floats:
+    """For each row, the sums of all before each, then of all."""
+    return np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
+
+
 AgainSeconds = Callable[[Runs], Floats]
 """Seconds per micro-batch of what runs compute again so that they fit; inf where they do not."""
 
@@ -104,12 +109,19 @@ class StageBounds:
     @property
     def reach(self) -> Reach:
         """Which stages may be within a threshold."""
+        candidate, flying = self.stager.candidate, self.stager.flying[:, None]
         num_bytes, room = self.stager.least_run_bytes()
-        before = np.zeros((num_bytes.shape[0], 1))
+        waiting = np.tile((candidate.num_micro_batches - 1) * self.times.both, (candidate.pp, 1))
+        if candidate.schedule == "1f1b":  # (B)
+            waiting = np.maximum(0.0, waiting - (flying - 1) * self.times.forward)
+        else:
+            waiting[:-1] = 0.0
         return Reach(
             seconds=self.before,
-            num_micro_batches=self.stager.candidate.num_micro_batches,
-            num_bytes=np.concatenate([before, np.cumsum(num_bytes, axis=1)], axis=1),
+            num_micro_batches=candidate.num_micro_batches,
+            waiting=_before(waiting),
+            all_s=self.total + float(self.messages[0]),
+            num_bytes=_before(num_bytes),
             room=room,
         )
 

@@ -20,8 +20,8 @@ from autopar.ir.graph import ModelGraph
 from autopar.solver.facts import Floats
 from autopar.solver.runs import Ints, Runs
 
-_SLACK = 0.05
-"""How far the first threshold is above the least step; the next ones are four times as far."""
+_SLACK = 0.03
+"""How far the first threshold is above the least step; the next ones are twice as far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,12 +88,17 @@ class Reach:
     Attributes:
         seconds: Of the blocks before each, then of all, per micro-batch.
         num_micro_batches: A stage has as many, after the blocks before it.
+        waiting: For each stage, seconds of the blocks before each, then of all, which come on top
+            of ``all_s``.
+        all_s: Seconds of one micro-batch through all stages and back.
         num_bytes: For each stage, bytes of the blocks before each, then of all.
         room: Bytes of a stage.
     """
 
     seconds: Floats
     num_micro_batches: int
+    waiting: Floats
+    all_s: float
     num_bytes: Floats
     room: float
 
@@ -105,7 +110,8 @@ class Reach:
         """No cuts are faster: work spread evenly, and each block on its stage."""
         num, before = self.num_micro_batches, self.seconds[:-1]
         each = float((before + num * np.diff(self.seconds)).max())
-        return max(num * float(self.seconds[-1]) / self.num_stages, each)
+        waiting = self.all_s + float(np.diff(self.waiting).min(axis=0).sum()) / self.num_stages
+        return max(num * float(self.seconds[-1]) / self.num_stages, each, waiting)
 
     def windows(self, threshold_s: float) -> Windows | None:
         """All cuts whose stages are within the threshold and the room are in these windows; None
@@ -136,6 +142,9 @@ class Reach:
             num, before = self.num_micro_batches, float(self.seconds[first])
             within = before + (threshold_s * _ABOVE - before) / num
             by_time = bisect.bisect_right(self.seconds, within) - 1
+            own = self.waiting[stage]
+            within = float(own[first]) + threshold_s * _ABOVE - self.all_s
+            by_time = min(by_time, bisect.bisect_right(own, within) - 1)
         own = self.num_bytes[stage]
         by_memory = bisect.bisect_right(own, (float(own[first]) + self.room) * _ABOVE) - 1
         return min(by_time, by_memory)
@@ -144,9 +153,13 @@ class Reach:
         """The smallest first block of a run to ``end``."""
         num, after = self.num_micro_batches, float(self.seconds[end])
         by_time = 0
-        if math.isfinite(threshold_s) and num > 1:
-            within = (num * after - threshold_s * _ABOVE) / (num - 1)
-            by_time = bisect.bisect_left(self.seconds, within)
+        if math.isfinite(threshold_s):
+            if num > 1:
+                within = (num * after - threshold_s * _ABOVE) / (num - 1)
+                by_time = bisect.bisect_left(self.seconds, within)
+            own = self.waiting[stage]
+            within = float(own[end]) - (threshold_s * _ABOVE - self.all_s)
+            by_time = max(by_time, bisect.bisect_left(own, within))
         own = self.num_bytes[stage]
         by_memory = bisect.bisect_left(own, (float(own[end]) - self.room) / _ABOVE)
         return max(by_time, by_memory)
@@ -184,7 +197,7 @@ def best_cuts(
             if math.isfinite(value):
                 threshold_s = value
                 continue
-        slack *= 4
+        slack *= 2
         threshold_s = least_s * (1 + slack)
 
 

@@ -120,6 +120,8 @@ class PartBounds(StageBounds):
         return _PartReach(
             seconds=least.seconds,
             num_micro_batches=least.num_micro_batches,
+            waiting=np.zeros(least.waiting.shape),
+            all_s=0.0,
             num_bytes=least.num_bytes,
             room=least.room,
             later_s=float((self.times.both - self.forward).sum()),

@@ -23,7 +23,8 @@ def stage_costs(draw: Any) -> tuple[Reach, list[Floats]]:
     stages, num, num_blocks = draw(st.integers(1, 5)), draw(st.integers(1, 5)), len(blocks)
     sizes = [draw(st.lists(values, min_size=num_blocks, max_size=num_blocks))] * stages
     room = draw(st.sampled_from([10.0, 20.0, math.inf]))
-    costs = []
+    waiting = [draw(st.lists(values, min_size=num_blocks, max_size=num_blocks))] * stages
+    costs, all_s = [], draw(st.floats(0, 20))
     for stage in range(stages):
         runs = all_runs(num_blocks, stage)
         before = np.concatenate([[0.0], np.cumsum(blocks)])[runs.first]
@@ -34,10 +35,18 @@ def stage_costs(draw: Any) -> tuple[Reach, list[Floats]]:
             + np.resize(more, (num_blocks, num_blocks + 1))
         )
         fits = runs.sums(np.array(sizes[stage])) <= room
+        cost = np.maximum(cost, all_s + runs.sums(np.array(waiting[stage])))
         costs.append(np.where(fits, cost, math.inf))
     prefix = np.concatenate([np.zeros((stages, 1)), np.cumsum(sizes, axis=1)], axis=1)
     seconds = np.concatenate([[0.0], np.cumsum(blocks)])
-    reach = Reach(seconds=seconds, num_micro_batches=num, num_bytes=prefix, room=room)
+    reach = Reach(
+        seconds=seconds,
+        num_micro_batches=num,
+        waiting=np.concatenate([np.zeros((stages, 1)), np.cumsum(waiting, axis=1)], axis=1),
+        all_s=all_s,
+        num_bytes=prefix,
+        room=room,
+    )
     return reach, costs
 
 
