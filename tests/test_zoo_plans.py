@@ -24,10 +24,12 @@ PINS: dict[str, dict[str, int | str]] = {
     "expert-tensor": {"ep": 2, "tp": 2, "pp": 1},
     "expert-context": {"ep": 2, "cp": 2, "pp": 1, "zero_stage": 1},
     "expert-pipeline": {"ep": 2, "pp": 2, "schedule": "layered"},
+    "zero-bubble": {"ep": 2, "pp": 2, "schedule": "zero_bubble", "extra_in_flight": 1},
 }
 CASES = [
     *((name, pins) for name in ("llama", "mistral", "gemma2") for pins in list(PINS)[:4]),
-    *((name, pins) for name in ("mixtral", "qwen3_moe") for pins in list(PINS)[4:]),
+    *((name, pins) for name in ("mixtral", "qwen3_moe") for pins in list(PINS)[4:-1]),
+    ("mixtral", "zero-bubble"),
 ]
 
 

@@ -32,6 +32,9 @@ SETUPS = [
     Setup(name="gpt2", mesh=Mesh(pp=2, dp_shard=4, tp=4), zero_stage=2, recompute="full"),
     Setup(mesh=Mesh(pp=2, dp_replicate=4, tp=2), zero_stage=0, precision="bf16", optimizer="adamw"),
     Setup(layers=6, mesh=Mesh(pp=4, tp=2), schedule="layered", zero_stage=1, modular=True),
+    Setup(
+        mesh=Mesh(pp=4, dp_shard=2, tp=2), schedule="zero_bubble", zero_stage=3, recompute="full"
+    ),
 ]
 
 

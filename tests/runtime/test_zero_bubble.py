@@ -26,7 +26,7 @@ from autopar.ir.randomness import Drawing
 from autopar.runtime.segment_runner import SegmentRunner
 from tests.models import SEQ
 from tests.runtime.cases import Setup
-from tests.runtime.harness import lowered, train_on_threads
+from tests.runtime.harness import assert_parity, lowered, train_on_threads
 from tests.runtime.laid_out import laid_out
 from tests.runtime.test_recompute import predicted
 from tests.zoo import ZOO
@@ -97,6 +97,30 @@ def test_gradients_of_families_are_those_of_1f1b(name: str, mesh: Mesh, recomput
         steps.append(case.step(batch))
     for (_, one, _), (_, other, _) in zip(*steps, strict=True):
         assert_equal(one, other)
+
+
+def test_a_shorter_last_micro_batch_changes_no_gradient():
+    """It has a program of its own: five sequences are two, two and one."""
+    family = ZOO["llama"]
+    module, batch = family.build(), family.inputs(5)
+    steps = []
+    for schedule in SCHEDULES:
+        case = laid_out(
+            module, batch, Setup(mesh=Mesh(pp=2), schedule=schedule), micro_batch_size=2
+        )
+        steps.append(case.step(batch)[0][1])
+    assert_equal(*steps)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_a_stage_with_nothing_but_the_loss_equals_one_device(zero_stage: int):
+    """Its gradients do not wait; they are reduced with those of others that came meanwhile."""
+    shard = 2 if zero_stage else 1
+    mesh = Mesh(pp=5, dp_shard=shard)
+    setup = Setup(
+        mesh=mesh, layers=3, num_micro_batches=4, schedule="zero_bubble", zero_stage=zero_stage
+    )
+    assert_parity(setup, train_on_threads(setup, num_steps=2)[-1], 2)
 
 
 def test_more_in_flight_changes_no_gradient():
