@@ -10,9 +10,14 @@ from autopar.ir.errors import InputError
 from autopar.solver import Cluster
 from autopar.solver.candidates import Divisible, candidates
 
+DECISIONS = (
+    *("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp"),
+    *("micro_batch_size", "num_micro_batches", "zero_stage", "schedule", "virtual_stages"),
+)
+
 
 def searched(nodes: int, inside: int, batch: int, model: Divisible):
-    """Candidates as tuples, as the page states them."""
+    """``DECISIONS`` of all candidates, as the page states them."""
     gpus, found = nodes * inside, set()
     degrees = [degree for degree in range(1, gpus + 1) if gpus % degree == 0]
     for pp, tp, cp, ep in itertools.product(degrees, repeat=4):
@@ -42,10 +47,10 @@ def searched(nodes: int, inside: int, batch: int, model: Divisible):
                 continue
             if name == "interleaved" and num < pp:
                 continue
-            stages = (1, 2, 3) if shard > 1 else (0,)
+            zeros = (1, 2, 3) if shard > 1 else (0,)
             if shard == dp == 1 and cp * ep > 1:
-                stages = (0, 1, 2, 3)
-            for zero in stages:
+                zeros = (0, 1, 2, 3)
+            for zero in zeros:
                 found.add((pp, dp // shard, shard, cp, ep, tp, size, num, zero, name, virtual))
     return found
 
@@ -69,14 +74,7 @@ def test_candidates_are_those_that_the_docs_state(
     except InputError:
         assert not expected
         return
-    made = [
-        (
-            *(one.pp, one.dp_replicate, one.dp_shard, one.cp, one.ep, one.tp),
-            *(one.micro_batch_size, one.num_micro_batches),
-            *(one.zero_stage, one.schedule, one.virtual_stages),
-        )
-        for one in found
-    ]
+    made = [tuple(getattr(one, name) for name in DECISIONS) for one in found]
     assert set(made) == expected
     assert len(made) == len(expected)
     assert {one.recompute for one in found} == {"blocks"}
