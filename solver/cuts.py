@@ -170,7 +170,11 @@ _ABOVE = 1 + 1e-9
 
 
 def best_cuts(
-    cost: Callable[[Windows], Floats], reach: Reach, *, guess_s: float = 0.0
+    cost: Callable[[Windows], Floats],
+    reach: Reach,
+    *,
+    guess_s: float = 0.0,
+    enough_s: float = math.inf,
 ) -> tuple[float, tuple[int, ...]]:
     """The cuts that minimize the largest cost of a stage.
 
@@ -178,10 +182,11 @@ def best_cuts(
         cost: Costs of the runs of windows, none below what ``reach`` says; inf: does not fit.
         reach: Of the stages.
         guess_s: About what the best may cost.
+        enough_s: Costs above it need not be known.
 
     Returns:
         The largest cost of a stage, and the first block of every stage followed by the number of
-        blocks; (inf, ()) when there is no way.
+        blocks; (inf, ()) when there is no way. Without cuts: no way costs less.
     """
     widest = reach.windows(math.inf)
     if widest is None:
@@ -189,14 +194,19 @@ def best_cuts(
     slack, least_s = _SLACK, max(reach.least_s(), guess_s)
     threshold_s = least_s * (1 + slack)
     while True:
+        threshold_s = min(threshold_s, max(enough_s, least_s))
         windows = reach.windows(threshold_s)
         if windows is not None:
             value, cuts = windows.least_largest(cost(windows))
             if value <= threshold_s or (windows.low, windows.high) == (widest.low, widest.high):
                 return value, cuts
+            if threshold_s >= enough_s:
+                return threshold_s, ()
             if math.isfinite(value):
                 threshold_s = value
                 continue
+        elif threshold_s >= enough_s:
+            return threshold_s, ()
         slack *= 2
         threshold_s = least_s * (1 + slack)
 

@@ -51,6 +51,11 @@ Progress = Callable[[str], None]
 MAX_SOLVED = 48
 """Work limit of the search, in solved candidates."""
 
+_FIRST_MESHES = 4
+"""Meshes of which one candidate is solved before its turn: what is slower than a plan that is known
+need not be known exactly.
+"""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SearchResult:
@@ -95,6 +100,7 @@ class Search:
         self.settings: dict[tuple[int, int, int, int, Way], Setting] = {}
         self.too_large: dict[tuple[int, int, int, Way], int] = {}  # by degrees: what never fits
         self._rough: dict[tuple[int | Way, ...], float] = {}
+        self._enough_s = math.inf  # bounds above it need not be exact
 
     def run(
         self,
@@ -115,8 +121,6 @@ class Search:
             stop_at_s: ``time.perf_counter()`` after which none is begun, once one was found.
         """
         started = self._start(first)
-        start = next((solved for solved in started.values() if solved is not None), None)
-        enough = cutoff_s if start is None else min(cutoff_s, start.step_s)
         result = SearchResult(
             best=None, bound_s=math.inf, solved=[], bounds={}, num_candidates=len(candidates)
         )
@@ -125,6 +129,11 @@ class Search:
         for number in order:
             candidate = candidates[number]
             queue.append((self.rough_bound(candidate), number, 0))
+        if all(solved is None for solved in started.values()):
+            self._dive([candidates[number] for _, number, _ in sorted(queue)], started)
+        found = (solved for solved in started.values() if solved is not None)
+        start = min(found, key=lambda solved: solved.step_s, default=None)
+        enough = self._enough_s = cutoff_s if start is None else min(cutoff_s, start.step_s)
         heapq.heapify(queue)
         refine = (self.scalar_bound, self.bound, self.layout_bound)
         while queue and len(result.solved) < MAX_SOLVED:
@@ -148,6 +157,8 @@ class Search:
             result.solved.append(solved)
             if result.best is None or solved.step_s < result.best.step_s:
                 result.best = solved
+                self._enough_s = min(self._enough_s, solved.step_s)
+        self._enough_s = math.inf
         if start is not None and (result.best is None or start.step_s < result.best.step_s):
             result.best = start  # a limit ended the search
             result.solved.append(start)
@@ -157,6 +168,24 @@ class Search:
             lowest.append(result.best.step_s)
         result.bound_s = min(lowest, default=math.inf)
         return result
+
+    def _dive(
+        self, candidates: Sequence[Candidate], started: dict[Candidate, Solved | None]
+    ) -> None:
+        """Solve a candidate of a few meshes: of the smallest micro-batches, as they fit best."""
+        smallest = min((found.micro_batch_size for found in candidates), default=0)
+        small = [found for found in candidates if found.micro_batch_size == smallest]
+        meshes: dict[tuple[int, ...], list[Candidate]] = {}
+        for candidate in small:
+            if math.isfinite(self.rough_bound(candidate)) and candidate.virtual_stages == 1:
+                mesh = (candidate.pp, *_layout_degrees(candidate))
+                meshes.setdefault(mesh, []).append(candidate)
+        for own in list(meshes.values())[:_FIRST_MESHES]:
+            for candidate in sorted(own, key=lambda found: found.zero_stage != 1)[:2]:
+                if candidate not in started:
+                    started[candidate] = self.solve(candidate)
+                if started[candidate] is not None:
+                    break
 
     def _start(self, first: Sequence[Candidate]) -> dict[Candidate, Solved | None]:
         """``first`` up to the one that fits, solved."""
@@ -245,7 +274,8 @@ class Search:
         if candidate.recompute == "blocks" and candidate.tp > 1:
             stager = self.stager(candidate, setting.tight())
             again = functools.partial(_least_again_s, stager, setting, times.both)
-        return self._cut(StageBounds(stager, times.plus_backward(added), again))[0]
+        bounds = StageBounds(stager, times.plus_backward(added), again)
+        return best_cuts(bounds, bounds.reach, enough_s=self._enough_s)[0]
 
     def frontier_bound(self, candidate: Candidate) -> float:
         """Over all trades of time for memory in the blocks that repeat: what takes least keeps
@@ -262,7 +292,9 @@ class Search:
             slower = np.zeros(len(kept))
             slower[own] = np.maximum(0.0, both - times.both[own])
             longer = times.plus(slower).plus_backward(stager.adding_s())
-            best = min(best, self._cut(StageBounds(stager, longer, again), least)[0])
+            bounds = StageBounds(stager, longer, again)
+            enough_s = min(best, self._enough_s)
+            best = min(best, best_cuts(bounds, bounds.reach, guess_s=least, enough_s=enough_s)[0])
         return best
 
     def layout_bound(self, candidate: Candidate) -> float:
@@ -294,9 +326,6 @@ class Search:
         if stager.candidate.recompute == "blocks":
             return choose_blocks(stager, cuts)
         return stager if max(stager.peak_bytes(cuts)) <= self.cluster.usable_bytes else None
-
-    def _cut(self, bounds: StageBounds, guess_s: float = 0.0) -> tuple[float, tuple[int, ...]]:
-        return best_cuts(bounds, bounds.reach, guess_s=guess_s)
 
     def solve_anyway(self, candidate: Candidate) -> Solved:
         """The candidate with its fastest layout, whether or not it fits into memory."""
@@ -372,7 +401,8 @@ class Search:
         if candidate.virtual_stages > 1:
             return virtual_cuts(self.stager(candidate, self.setting(candidate).least))
         times = exact_times(stager) if times is None else times
-        bound, cuts = self._cut(StageBounds(stager, times))
+        bounds = StageBounds(stager, times)
+        bound, cuts = best_cuts(bounds, bounds.reach)
         return (cuts,) if math.isfinite(bound) else ()
 
     def _memory_limits(
