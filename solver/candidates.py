@@ -313,11 +313,9 @@ def _check_virtual(pin: Pins) -> None:
             f"schedule='interleaved' and {alone} are pinned, but it needs several virtual stages "
             "on each of several stages"
         )
-    if pin.get("schedule") == "zero_bubble" and (virtual not in (None, 1) or pp == 1):
-        pinned = "pp=1" if pp == 1 else f"virtual_stages={virtual}"
+    if pin.get("schedule") == "zero_bubble" and pp == 1:
         raise InputError(
-            f"schedule='zero_bubble' and {pinned} are pinned, but it needs several stages, and "
-            "knows no virtual ones"
+            "schedule='zero_bubble' and pp=1 are pinned, but one stage waits for no others"
         )
     if pin.get("extra_in_flight") and pin.get("schedule", "1f1b") not in DEEPENED:
         raise InputError(
@@ -481,8 +479,8 @@ def _schedules(pp: int, model: Divisible, pin: Pins) -> Iterator[tuple[ScheduleN
         names: tuple[ScheduleName, ...] = ("1f1b", "layered")
         if number > 1:
             names = ("interleaved", "layered")
-        elif pinned == "zero_bubble" and pp > 1:  # not searched otherwise
-            names = ("zero_bubble",)
+        if pinned == "zero_bubble":  # not searched otherwise
+            names = ("zero_bubble",) if pp > 1 else ()
         if pin.get("extra_in_flight"):
             names = tuple(name for name in names if name in DEEPENED)
         for name in names:
@@ -501,7 +499,8 @@ def _holds(candidate: Candidate, pin: Pins) -> bool:
             "virtual_stages" in pin or candidate.virtual_stages == 1
         )
     # Interleaved, fewer micro-batches than stages leave stages waiting as if there were no others.
-    is_short = candidate.num_micro_batches < candidate.pp and candidate.schedule == "interleaved"
+    is_short = candidate.num_micro_batches < candidate.pp and candidate.schedule != "layered"
+    is_short = is_short and candidate.virtual_stages > 1
     return not is_short or "virtual_stages" in pin
 
 

@@ -6,8 +6,13 @@ import functools
 
 import numpy as np
 
-from autopar.ir.orders import chunks_of, interleaved_order, most_forwards, most_waiting
-from autopar.ir.schedule import ActionKind
+from autopar.ir.orders import (
+    chunks_of,
+    interleaved_order,
+    most_forwards,
+    zero_bubble_order,
+)
+from autopar.ir.schedule import RETURNING, ActionKind
 from autopar.ir.schedules import DEEPENED, modular_stages
 from autopar.solver.candidates import Candidate
 from autopar.solver.facts import Floats
@@ -19,12 +24,14 @@ def in_flight(candidate: Candidate, stage: int) -> Floats:
     What a moment holds is the row times what a micro-batch of each virtual stage holds; the most
     is held in one of the rows. The last segment of a layered schedule holds one micro-batch.
     """
-    num, pp = candidate.num_micro_batches, candidate.pp
+    num, pp, virtual = candidate.num_micro_batches, candidate.pp, candidate.virtual_stages
     if candidate.schedule == "layered":
-        return np.full((1, candidate.virtual_stages), float(num))
-    if candidate.schedule in DEEPENED:
+        return np.full((1, virtual), float(num))
+    if candidate.schedule in DEEPENED and virtual == 1:
         return np.full((1, 1), float(most_forwards(pp, stage, num, candidate.extra_in_flight)))
-    return _interleaved(pp, candidate.virtual_stages, _enough(num, pp), stage)
+    if candidate.schedule == "zero_bubble":
+        return _most(in_parts(candidate, stage)[:, :virtual])
+    return _interleaved(pp, virtual, _enough(num, pp), stage)[:, :virtual]
 
 
 def most_in_flight(candidate: Candidate) -> int:
@@ -32,37 +39,31 @@ def most_in_flight(candidate: Candidate) -> int:
     num, pp = candidate.num_micro_batches, candidate.pp
     if candidate.schedule == "layered":
         return num
-    if candidate.schedule in DEEPENED:
+    if candidate.schedule in DEEPENED and candidate.virtual_stages == 1:
         return most_forwards(pp, 0, num, candidate.extra_in_flight)
     return int(in_flight(candidate, 0).max())
 
 
-def in_parts(candidate: Candidate, stage: int) -> tuple[tuple[int, int], ...]:
-    """The fullest moments of a stage whose backwards are in two parts: micro-batches in flight, and
-    those whose weight part waits. None for other schedules.
+def in_parts(candidate: Candidate, stage: int) -> Floats:
+    """The same for backwards in two parts: micro-batches of each virtual stage in flight, then in
+    as many columns those between the parts.
     """
-    if candidate.schedule != "zero_bubble":
-        return ()
-    num, extra = candidate.num_micro_batches, candidate.extra_in_flight
-    return _in_parts(candidate.pp, stage, num, extra)
+    num, pp, extra = candidate.num_micro_batches, candidate.pp, candidate.extra_in_flight
+    if candidate.virtual_stages == 1:
+        return _in_parts(pp, stage, num, extra)
+    enough = num if extra else _enough(num, pp)
+    return _interleaved(pp, candidate.virtual_stages, enough, stage, extra)
 
 
 @functools.lru_cache(maxsize=4096)
-def _in_parts(pp: int, stage: int, num: int, extra: int) -> tuple[tuple[int, int], ...]:
+def _in_parts(pp: int, stage: int, num: int, extra: int) -> Floats:
     """Before and after the first input parts: once so many wait, nothing is fuller."""
     flying = most_forwards(pp, stage, num, extra)
-    waiting = most_waiting(pp, stage, num, extra)
-    moments: set[tuple[int, int]] = set()
-    for done in range(min(num - 1, waiting) + 1):
+    moments: dict[tuple[int, ...], None] = {}
+    for done in range(min(num - 1, stage) + 1):
         left = min(num, flying + done) - done
-        moments |= {(left, done), (left - 1, done + 1)}
-    return tuple(
-        sorted(
-            one
-            for one in moments
-            if not any(one != o and one[0] <= o[0] and one[1] <= o[1] for o in moments)
-        )
-    )
+        moments |= {(left, done): None, (left - 1, done + 1): None}
+    return _most(np.array(list(moments), dtype=np.float64))
 
 
 def _enough(num_micro_batches: int, pp: int) -> int:
@@ -73,18 +74,31 @@ def _enough(num_micro_batches: int, pp: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _interleaved(pp: int, virtual_stages: int, num_micro_batches: int, stage: int) -> Floats:
+def _interleaved(
+    pp: int, virtual_stages: int, num_micro_batches: int, stage: int, extra: int | None = None
+) -> Floats:
+    """Columns of both kinds, those between the parts empty for whole backwards (``extra`` None)."""
     stages = modular_stages(pp, virtual_stages)
     own = {chunk: n for n, chunk in enumerate(c for c in chunks_of(stages) if c[0] % pp == stage)}
-    live = [0] * virtual_stages
+    live = [0] * (2 * virtual_stages)
     moments: dict[tuple[int, ...], None] = {}
-    for kind, chunk, _, _ in interleaved_order(stages, stage, num_micro_batches):
-        if kind is ActionKind.FORWARD:
-            live[own[chunk]] += 1
+    passes = interleaved_order(stages, stage, num_micro_batches)
+    if extra is not None:
+        passes = zero_bubble_order(stages, stage, num_micro_batches, extra)
+    for kind, chunk, _, _ in passes:
+        place = own[chunk]
+        live[place] += kind is ActionKind.FORWARD
+        live[place] -= kind in RETURNING
+        live[virtual_stages + place] += kind is ActionKind.BACKWARD_INPUT
+        live[virtual_stages + place] -= kind is ActionKind.BACKWARD_WEIGHT
+        if kind is ActionKind.FORWARD or kind is ActionKind.BACKWARD_INPUT:
             moments[tuple(live)] = None
-        else:
-            live[own[chunk]] -= 1
-    found = np.array(list(moments), dtype=np.float64)
+    return _most(np.array(list(moments), dtype=np.float64))
+
+
+def _most(found: Floats) -> Floats:
+    """The rows that are nowhere below another one."""
+    found = np.unique(found, axis=0)
     no_more = np.all(found[:, None] <= found[None], axis=-1)  # of each moment than of another
     kept = found[no_more.sum(axis=1) == 1]  # moments are distinct: of itself only
     kept.flags.writeable = False

@@ -190,9 +190,11 @@ class Stager:
             held[-1] /= candidate.num_micro_batches
         borders = np.append(costs.border_bytes, 0.0)
         flying = in_flight(candidate, stage)
-        kept_bytes, waiting = float((flying @ held).max()), float(costs.waiting_bytes[own].sum())
-        for in_flight_still, num_waiting in in_parts(candidate, stage):
-            kept_bytes = max(kept_bytes, in_flight_still * held[0] + num_waiting * waiting)
+        kept_bytes = float((flying @ held).max())
+        if candidate.schedule == "zero_bubble":
+            waiting = [costs.waiting_bytes[first : last + 1].sum() for first, last in runs]
+            both = np.concatenate([held, waiting])
+            kept_bytes = float((in_parts(candidate, stage) @ both).max())
         return StageContents(
             numel=numel,
             expert_numel=experts,
@@ -300,12 +302,14 @@ class Stager:
         """The fullest moments of backwards in two parts (``in_parts``), each for all stages; None
         where backwards are whole.
         """
-        found = [in_parts(self.candidate, stage) for stage in range(self.candidate.pp)]
-        if not any(found):
+        if self.candidate.schedule != "zero_bubble":
             return None
+        found = [in_parts(self.candidate, stage) for stage in range(self.candidate.pp)]
         most = max(map(len, found))
-        padded = np.array([moments + (most - len(moments)) * moments[:1] for moments in found])
-        return [(padded[:, n, 0].astype(float), padded[:, n, 1].astype(float)) for n in range(most)]
+        padded = np.array(
+            [np.concatenate([rows, rows[:1].repeat(most - len(rows), axis=0)]) for rows in found]
+        )
+        return [(padded[:, n, 0], padded[:, n, 1]) for n in range(most)]
 
     def run_room(self, runs: Runs, *, shared: bool = True) -> Floats:
         """Bytes that runs may keep, with those of the block that is recomputed; negative where
@@ -362,8 +366,12 @@ class Stager:
         if candidate.schedule == "layered" and not candidate.per_block:
             last = runs.end == self.costs.num_blocks
             held = np.where(last, held / candidate.num_micro_batches, held)
+        flying = in_flight
+        if candidate.schedule == "zero_bubble":
+            held = np.concatenate([held, runs.sums(self.costs.waiting_bytes)], axis=-2)
+            flying = in_parts
         moments = [
-            (held[..., stage] @ in_flight(candidate, stage).T).max(axis=-1)
+            (held[..., stage] @ flying(candidate, stage).T).max(axis=-1)
             for stage in range(candidate.pp)
         ]
         kept = np.stack(moments, axis=-1)

@@ -7,9 +7,9 @@ n its micro-batches in flight before the first input part, and M in all:
     the first forward has to arrive; nobody waits for weight parts, so that nothing has to follow
 (B) Σ f + Σ_{s' > s} i + messages down, and from the end to s + M · t_s − n · f_s
     the first input part waits for all stages behind, while only n forwards may run
-(E) Σ_{s' < s} (f + i) + messages down to s and back + M · t_s − d · w_s
-    when the last input part comes, d weight parts of the stage wait or will, its own among them,
-    and all else of it is done; then the input parts of the stages before follow
+(E) Σ_{s' < s} (f + i) + messages down to s and back + M · t_s − (s + 1) · w_s
+    when the last input part comes, s + 1 weight parts of the stage are left, its own among them (s
+    counts from 0); then the input parts of the stages before follow
 (C) the reduction of the stage's first block (of all, as one segment) after its last weight part,
     then the optimizer
 (D) the communication stream: all gathers and reductions one after the other
@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.ir.orders import most_waiting
 from autopar.solver.bounds import AgainSeconds, StageBounds, StageTimes, exact_times
 from autopar.solver.candidates import Candidate
 from autopar.solver.cuts import Reach, Windows, best_cuts
@@ -55,6 +54,8 @@ class PartSearch(Search):
     def _bound(self, candidate: Candidate) -> float:
         if not has_parts(candidate):
             return super()._bound(candidate)
+        if candidate.virtual_stages > 1:
+            return self.scalar_bound(candidate)
         setting = self.setting(candidate)
         stager = self.stager(candidate, setting.tight())
         times = setting.least_times(candidate.recompute).plus_backward(stager.adding_s())
@@ -63,14 +64,21 @@ class PartSearch(Search):
         return best_cuts(bounds, bounds.reach)[0]
 
     def layout_bound(self, candidate: Candidate) -> float:
-        return 0.0 if has_parts(candidate) else super().layout_bound(candidate)
+        if not has_parts(candidate):
+            return super().layout_bound(candidate)
+        if candidate.virtual_stages == 1:
+            return 0.0
+        setting = self.setting(candidate)
+        stager = self.layout_stager(candidate, setting, setting.solution(candidate.recompute))
+        chosen = [(self._within(stager, cuts), cuts) for cuts in self._cuts(candidate, stager)]
+        return min((_cut_s(fits, cuts) for fits, cuts in chosen if fits), default=math.inf)
 
     def _cuts(
         self, candidate: Candidate, stager: Stager, times: StageTimes | None = None
     ) -> tuple[tuple[int, ...], ...]:
         """Those that are best by the bounds of either kind: neither follows a step closely."""
         others = super()._cuts(candidate, stager, times)
-        if not has_parts(candidate) or candidate.cuts == "even":
+        if not has_parts(candidate) or candidate.cuts == "even" or candidate.virtual_stages > 1:
             return others
         bounds = PartBounds(stager, exact_times(stager) if times is None else times)
         bound, cuts = best_cuts(bounds, bounds.reach)
@@ -96,11 +104,16 @@ def any_parts_s(candidate: Candidate, forward: Floats, both: Floats) -> float:
     return max(num * float(both.sum()) / candidate.pp, float((before + num * both).max()))
 
 
-def _num_left(candidate: Candidate, stage: int) -> int:
-    """Weight parts of a stage that come after its last input part."""
-    return 1 + most_waiting(
-        candidate.pp, stage, candidate.num_micro_batches, candidate.extra_in_flight
+def _cut_s(stager: Stager, cuts: tuple[int, ...]) -> float:
+    """(A) of a layout with virtual stages, of which the first ones are waited for."""
+    candidate, times = stager.candidate, exact_times(stager)
+    starts = np.array(cuts[:-1])
+    forward, both = (
+        np.add.reduceat(values, starts).reshape(-1, candidate.pp)
+        for values in (stager.costs.forward_s, times.both)
     )
+    before = np.concatenate([[0.0], np.cumsum(forward[0])[:-1]])
+    return float((before + candidate.num_micro_batches * both.sum(axis=0)).max())
 
 
 class PartBounds(StageBounds):
@@ -144,14 +157,12 @@ class PartBounds(StageBounds):
         flying = stager.flying[stage]
         after = (num - flying) * runs.sums(self.times.both) + flying * runs.sums(backward)
         bound = np.maximum(bound, returned + after + num * again)  # (B)
-        left = np.array(
-            [min(num, _num_left(stager.candidate, s)) for s in range(len(stager.flying))]
-        )
+        left = np.minimum(num, 1 + stage)  # weight parts after the last input part
         early = np.minimum(self.times.both, self.forward + self.input)
         leaves = np.concatenate([[0.0], np.cumsum(early)])[runs.first] + 2 * down
         leaves = leaves - self.messages[stage] + num * again
-        leaves = leaves + (num - left[stage]) * runs.sums(self.times.both)
-        last = leaves + left[stage] * runs.sums(early)  # (E)
+        leaves = leaves + (num - left) * runs.sums(self.times.both)
+        last = leaves + left * runs.sums(early)  # (E)
         once = runs.sums(stager.optimizer_s() + stager.costs.step_s)
         once = once + stager.cluster.hardware.runtime.step_s
         bound = np.maximum(bound + self._last_reduction_s(runs), self._stream_s(runs)) + once

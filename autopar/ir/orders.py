@@ -67,41 +67,41 @@ def most_forwards(
     return min(num_micro_batches, behind + 1 + min(extra_in_flight, behind))
 
 
-def most_waiting(
-    num_stages: int, stage: int, num_micro_batches: int, extra_in_flight: int = 0
-) -> int:
-    """Micro-batches whose weight part waits, under ``zero_bubble_order``, while the stage has
-    ``most_forwards`` others in flight: as many as make all stages hold alike, p and the extra ones.
-    """
-    flying = most_forwards(num_stages, stage, num_stages + num_stages, extra_in_flight)
-    return min(num_micro_batches, num_stages + extra_in_flight - flying)
-
-
 def zero_bubble_order(
     stages: tuple[int, ...], stage: int, num_micro_batches: int, extra_in_flight: int = 0
 ) -> Iterator[Pass]:
-    """ZB-H1: 1F1B whose backwards are input parts; weight parts follow ``most_waiting`` of them
-    later, so that the last ones fill the end, when the stage waits for the stages behind.
+    """ZB-H1: 1F1B whose backwards are input parts; on stage s (from 0) weight parts follow s of
+    them later, so that the last ones fill the end, when the stage waits for the stages behind.
 
-    The model's last segment has its backward whole, unless it is all of its stage: it makes the
-    loss, of which gradients of logits or of the largest matrix would wait.
+    Over v chunks it is interleaved, with (v − 1)·p forwards more before it takes turns. The model's
+    last segment has its backward whole, unless it is all of its chunk: it makes the loss, of which
+    gradients of logits or of the largest matrix would wait.
     """
-    num_stages = max(stages) + 1
-    up = segments_of(stages, stage)[::-1]
-    whole = up[:1] if up[0] == len(stages) - 1 and len(up) > 1 else ()
-    split = up[len(whole) :]
-    waiting = most_waiting(num_stages, stage, num_micro_batches, extra_in_flight)
-    for one in one_f_one_b_order(stages, stage, num_micro_batches, extra_in_flight):
+    forwards, backwards, round_size = _rounds_of(stages, stage, num_micro_batches)
+    num_stages, num_chunks = max(stages) + 1, len(forwards) // num_micro_batches
+    flying = most_forwards(num_stages, stage, len(forwards), extra_in_flight)
+    warm_up = flying - 1 + (num_chunks - 1) * round_size
+    inputs: list[Pass] = []
+    for one in _in_turns(forwards, backwards, warm_up):
         if one.kind is ActionKind.FORWARD:
             yield one
             continue
-        if whole:
-            yield one._replace(segments=whole)
-        yield one._replace(kind=ActionKind.BACKWARD_INPUT, segments=split)
-        if one.micro_batch >= waiting:
-            yield Pass(ActionKind.BACKWARD_WEIGHT, split, one.micro_batch - waiting)
-    for micro_batch in range(num_micro_batches - waiting, num_micro_batches):
-        yield Pass(ActionKind.BACKWARD_WEIGHT, split, micro_batch)
+        whole, rest = _parts(one, len(stages) - 1)
+        yield from whole
+        yield rest
+        inputs.append(rest)
+        if len(inputs) > stage:
+            yield inputs[-1 - stage]._replace(kind=ActionKind.BACKWARD_WEIGHT)
+    for one in inputs[max(0, len(inputs) - stage) :]:
+        yield one._replace(kind=ActionKind.BACKWARD_WEIGHT)
+
+
+def _parts(one: Pass, last: int) -> tuple[tuple[Pass, ...], Pass]:
+    """What of a backward stays whole, and the input part of the rest."""
+    segments = one.segments
+    num_whole = int(segments[0] == last and len(segments) > 1)
+    rest = one._replace(kind=ActionKind.BACKWARD_INPUT, segments=segments[num_whole:])
+    return ((one._replace(segments=segments[:1]),) if num_whole else ()), rest
 
 
 def interleaved_order(
@@ -112,9 +112,18 @@ def interleaved_order(
     Stage r (from 0) runs 2(p − r − 1) + (v − 1)·p forwards before it takes turns. Where p does not
     divide M there are ⌊M / p⌋ rounds (at least one) as equal as can be, the longer ones first.
     """
-    num_stages = max(stages) + 1
+    forwards, backwards, round_size = _rounds_of(stages, stage, num_micro_batches)
+    num_chunks = len(forwards) // num_micro_batches
+    warm_up = 2 * (max(stages) - stage) + (num_chunks - 1) * round_size
+    return _in_turns(forwards, backwards, warm_up)
+
+
+def _rounds_of(
+    stages: tuple[int, ...], stage: int, num_micro_batches: int
+) -> tuple[list[Pass], list[Pass], int]:
+    """Forwards and backwards of a stage in rounds, and micro-batches of the longest round."""
     chunks = [run for run in chunks_of(stages) if stages[run[0]] == stage]
-    rounds = _rounds(num_micro_batches, num_stages)
+    rounds = _rounds(num_micro_batches, max(stages) + 1)
     forwards = [
         Pass(ActionKind.FORWARD, chunk, micro_batch)
         for micro_batches in rounds
@@ -128,7 +137,11 @@ def interleaved_order(
         for chunk in upward
         for micro_batch in micro_batches
     ]
-    warm_up = 2 * (num_stages - stage - 1) + (len(chunks) - 1) * len(rounds[0])
+    return forwards, backwards, len(rounds[0])
+
+
+def _in_turns(forwards: list[Pass], backwards: list[Pass], warm_up: int) -> Iterator[Pass]:
+    """Some forwards, then a forward and a backward in turn, then the other backwards."""
     warm_up = min(warm_up, len(forwards))
     yield from forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
@@ -165,23 +178,23 @@ def forward_order(stages: tuple[int, ...], stage: int, num_micro_batches: int) -
             yield Pass(ActionKind.FORWARD, (segment,), 0, num_micro_batches)
 
 
-def check_contiguous(stages: tuple[int, ...], name: str = "1F1B") -> None:
+def check_contiguous(stages: tuple[int, ...]) -> None:
     """Raise ``ScheduleError`` unless each stage has neighbouring segments, in order."""
     if list(stages) != sorted(stages):
         raise ScheduleError(
-            f"{name} needs contiguous stages, not {stages}",
+            f"1F1B needs contiguous stages, not {stages}",
             hint="use the interleaved or the layered schedule",
         )
 
 
-def check_modular(stages: tuple[int, ...]) -> None:
+def check_modular(stages: tuple[int, ...], name: str = "interleaved 1F1B") -> None:
     """Raise ``ScheduleError`` unless virtual stage c is on stage c mod p, as many on each stage."""
     num_stages = max(stages) + 1
     holders = [stages[chunk[0]] for chunk in chunks_of(stages)]
     expected = [number % num_stages for number in range(len(holders))]
     if holders != expected or len(holders) % num_stages:
         raise ScheduleError(
-            f"interleaved 1F1B needs virtual stages that go round the stages, not {stages}",
+            f"{name} needs virtual stages that go round the stages, not {stages}",
             hint="virtual stage c belongs on stage c mod p, and every stage has as many",
         )
 

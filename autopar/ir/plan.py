@@ -426,7 +426,7 @@ def _check_schedule(schedule: SchedulePlan, stages: list[int], where: str) -> No
         "1f1b": virtual == 1,
         "interleaved": virtual > 1,
         "layered": virtual >= 1,
-        "zero_bubble": virtual == 1,
+        "zero_bubble": virtual >= 1,
     }
     if not is_possible[schedule.name]:
         raise PlanFormatError(

@@ -120,15 +120,21 @@ def zero_bubble(
     bubble at the end: with f, b and w seconds of a stage's forward and parts that is
     (p − 1)(f + b − w), where 1F1B waits for (p − 1)(f + b + w). On every stage at most p micro-
     batches are forwarded and without their weight part: as many as on the first stage of 1F1B. The
-    model's last segment has its backward whole, unless it is all of its stage.
+    model's last segment has its backward whole, unless it is all of its virtual stage.
+
+    Over v virtual stages on each stage it is interleaved: the bubble is v times shorter, and on
+    each stage at most v·p micro-batches of virtual stages are without their weight part.
 
     Args:
-        stage_of_segment, num_micro_batches: As for ``one_f_one_b``.
+        stage_of_segment: Contiguous as for ``one_f_one_b``, or going round the stages as for
+            ``interleaved_1f1b``.
+        num_micro_batches: As for those.
         zero_stage: 3 gathers at each run of uses; 2 and 3 reduce after every weight part.
-        extra_in_flight: As for ``one_f_one_b``; on every stage as many more are not finished.
+        extra_in_flight: As for ``one_f_one_b``. With p − 1 it has as many in flight as interleaved
+            1F1B has.
 
     Raises:
-        ScheduleError: the segments are not contiguous, or a number is out of range.
+        ScheduleError: the segments are neither, or a number is out of range.
     """
     return _make(
         ZERO_BUBBLE, stage_of_segment, num_micro_batches, zero_stage, extra_in_flight
@@ -209,10 +215,12 @@ def _make(
     extra_in_flight: int = 0,
 ) -> CompactSchedule:
     stages = _checked(stage_of_segment, num_micro_batches, zero_stage)
-    if name in DEEPENED:
-        check_contiguous(stages, "1F1B" if name == ONE_F_ONE_B else "the zero-bubble schedule")
+    if name == ONE_F_ONE_B:
+        check_contiguous(stages)
     elif name == INTERLEAVED:
         check_modular(stages)
+    elif name == ZERO_BUBBLE and list(stages) != sorted(stages):
+        check_modular(stages, "the zero-bubble schedule")
     order = _ORDERS[name]
     if extra_in_flight:
         order = _deepened(name, extra_in_flight)

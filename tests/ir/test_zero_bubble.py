@@ -19,8 +19,10 @@ from autopar.ir.schedule import COMPUTING, Action, ActionKind, Schedule
 from autopar.ir.schedule_checks import makespan, peak_live, validate
 from autopar.ir.schedules import (
     contiguous_stages,
+    interleaved_1f1b,
     layered,
     make_schedule,
+    modular_stages,
     one_f_one_b,
     zero_bubble,
 )
@@ -54,17 +56,26 @@ def test_stages_may_have_any_numbers_of_segments(widths: list[int], m: int, zero
 
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SMALL if p > 1])
 def test_the_order_is_that_of_torch(p: int, m: int):
-    oracle: Any = ScheduleInterleavedZeroBubble.__new__(ScheduleInterleavedZeroBubble)
-    oracle.pp_group_size, oracle.n_local_stages, oracle._n_microbatches = p, 1, m
-    oracle.microbatches_per_round = m // max(1, m // p)
-    schedule = zero_bubble(contiguous_stages(p, 1), m)
-    for stage in range(p):
-        if m < p - stage - 1:  # torch has more warm-ups than micro-batches then
+    for v in (1, 2, 3):
+        if m % max(1, m // p):  # torch takes rounds of one size only
             continue
-        order = [a for a in oracle._calculate_single_rank_operations(stage) if a is not None]
-        expected = [(KINDS[a.computation_type.name], a.microbatch_index) for a in order]
-        own = [(a.kind, a.micro_batch) for a in schedule.actions[stage] if a.kind in COMPUTING]
-        assert own == expected
+        oracle: Any = ScheduleInterleavedZeroBubble.__new__(ScheduleInterleavedZeroBubble)
+        oracle.pp_group_size, oracle.n_local_stages, oracle._n_microbatches = p, v, m
+        oracle.microbatches_per_round = m // max(1, m // p)
+        schedule = zero_bubble(modular_stages(p, v), m)
+        for stage in range(p):
+            if v == 1 and m < p - stage - 1:  # torch has more warm-ups than micro-batches then
+                continue
+            order = [a for a in oracle._calculate_single_rank_operations(stage) if a is not None]
+            expected = [
+                (KINDS[a.computation_type.name], a.stage_index, a.microbatch_index) for a in order
+            ]
+            own = [
+                (a.kind, a.segment, a.micro_batch)
+                for a in schedule.actions[stage]
+                if a.kind in COMPUTING
+            ]
+            assert own == expected
 
 
 @pytest.mark.parametrize(("p", "m"), SMALL)
@@ -78,6 +89,36 @@ def test_the_bubble_is_a_third_of_that_of_1f1b(p: int, m: int):
     assert split <= whole
     if m >= p:
         assert split - 3 * m == p - 1
+
+
+@pytest.mark.parametrize(
+    ("p", "v", "rounds"), list(itertools.product(range(2, 6), range(2, 5), (1, 2, 3)))
+)
+def test_virtual_stages_shorten_the_bubble(p: int, v: int, rounds: int):
+    """(p − 1)(f + b − w) of a virtual stage: a third of that of interleaved 1F1B, with p·v micro-
+    batches of virtual stages on each stage, where that has more on the first.
+    """
+    m = p * rounds
+    schedule, whole = (make(modular_stages(p, v), m) for make in (zero_bubble, interleaved_1f1b))
+    taken = makespan(schedule, forward=1, backward=2, weight=1)
+    assert taken - 3 * v * m == p - 1
+    assert makespan(whole, forward=1, backward=2) - 3 * v * m == 3 * (p - 1)
+    assert peak_live(schedule) == (v * p,) * p
+    assert max(peak_live(whole)) >= v * p
+    for extra in range(p):
+        deeper = zero_bubble(modular_stages(p, v), m, extra_in_flight=extra)
+        validate(deeper)
+        assert makespan(deeper, forward=1, backward=2, weight=1) == taken
+        more = [min(extra, p - 1 - stage) for stage in range(p)]
+        assert peak_live(deeper) == tuple(min(v * m, v * p + k) for k in more)
+
+
+@pytest.mark.parametrize(("p", "m"), SMALL)
+def test_virtual_stages_of_any_numbers_are_valid(p: int, m: int):
+    for v, zero_stage in itertools.product((2, 3), range(4)):
+        validate(zero_bubble(modular_stages(p, v), m, zero_stage=zero_stage))
+        uneven = [c % p for c in range(p * v) for _ in range(1 + c % 2)]
+        validate(zero_bubble(uneven, m, zero_stage=zero_stage))
 
 
 @given(
@@ -119,7 +160,8 @@ def test_two_parts_are_never_slower_than_one(
 def test_all_stages_hold_as_many_micro_batches_as_the_first_of_1f1b(p: int, m: int):
     for extra in range(p + 1):
         schedule = zero_bubble(contiguous_stages(p, 1), m, extra_in_flight=extra)
-        assert peak_live(schedule) == (min(m, p + extra),) * p
+        more = [min(extra, p - 1 - stage) for stage in range(p)]
+        assert peak_live(schedule) == tuple(min(m, p + k) for k in more)
     assert peak_live(one_f_one_b(contiguous_stages(p, 1), m))[0] == min(m, p)
 
 
@@ -235,7 +277,7 @@ def test_what_cannot_be_deeper_is_refused():
         make_schedule("layered", [0, 1], 2, extra_in_flight=1)
     with pytest.raises(ScheduleError, match="extra"):
         one_f_one_b([0, 1], 2, extra_in_flight=-1)
-    with pytest.raises(ScheduleError, match="zero-bubble schedule needs contiguous"):
-        zero_bubble([0, 1, 0, 1], 2)
+    with pytest.raises(ScheduleError, match="zero-bubble schedule needs virtual stages that go"):
+        zero_bubble([0, 1, 1, 0], 2)
     assert make_schedule("zero_bubble", [0, 1], 2) == zero_bubble([0, 1], 2)
     assert layered([0, 1], 2).name == "layered"

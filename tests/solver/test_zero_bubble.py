@@ -4,6 +4,7 @@ simulated, their bounds are below every plan, and memory grows as the formulas s
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from autopar.ir.errors import InputError
 from autopar.ir.plan import Plan, from_json, to_json
 from autopar.ir.schedule import ActionKind
-from autopar.ir.schedules import contiguous_stages, zero_bubble
+from autopar.ir.schedules import contiguous_stages, modular_stages, zero_bubble
 from autopar.solver import Cluster
 from autopar.solver.candidates import Divisible, candidates
 from autopar.solver.in_flight import in_flight, in_parts
@@ -26,7 +27,9 @@ from tests.solver.whole_plans import TooLarge
 
 PP4: Mapping[str, int | str] = {"pp": 4, "tp": 1, "micro_batch_size": 1, "recompute": "none"}
 PINS: list[dict[str, int | str]] = [
-    {"schedule": "zero_bubble"},
+    {"schedule": "zero_bubble", "virtual_stages": 1},
+    {"schedule": "zero_bubble", "virtual_stages": 2},
+    {"schedule": "zero_bubble", "virtual_stages": 2, "extra_in_flight": 1},
     {"schedule": "zero_bubble", "extra_in_flight": 1},
     {"schedule": "1f1b", "extra_in_flight": 1},
     {"extra_in_flight": 2},
@@ -74,7 +77,6 @@ def test_the_plan_says_what_it_does():
     ("pin", "message"),
     [
         ({"schedule": "zero_bubble", "pp": 1}, "zero_bubble' and pp=1 are pinned"),
-        ({"schedule": "zero_bubble", "virtual_stages": 2}, "and virtual_stages=2 are pinned"),
         ({"schedule": "layered", "extra_in_flight": 1}, "only 1f1b and zero_bubble"),
         ({"extra_in_flight": -1}, "must be a whole number ≥ 0"),
     ],
@@ -92,7 +94,41 @@ def test_neither_is_searched_unless_pinned():
     assert {c.extra_in_flight for c in found} == {0}
     pinned = candidates(cluster, global_batch_size=16, model=model, pin={"schedule": "zero_bubble"})
     assert {c.schedule for c in pinned} == {"zero_bubble"}
-    assert all(c.pp > 1 and c.virtual_stages == 1 for c in pinned)
+    assert all(c.pp > 1 for c in pinned)
+    assert {c.virtual_stages for c in pinned} == {1, 2, 3}
+
+
+@given(p=st.integers(2, 4), v=st.integers(2, 3), num=st.integers(1, 20), extra=st.integers(0, 3))
+def test_moments_of_virtual_stages_are_those_of_the_schedule(p: int, v: int, num: int, extra: int):
+    pins = {"pp": p, "tp": 1, "dp_replicate": 1, "dp_shard": 1, "micro_batch_size": 1}
+    (candidate,) = candidates(
+        Cluster("cpu-local", gpus_per_node=p),
+        global_batch_size=num,
+        model=Divisible(num_blocks=p * v),
+        pin={
+            **pins,
+            "schedule": "zero_bubble",
+            "virtual_stages": v,
+            "extra_in_flight": extra,
+            "recompute": "none",
+        },
+    )
+    schedule = zero_bubble(modular_stages(p, v), num, extra_in_flight=extra)
+    for stage, actions in enumerate(schedule.actions):
+        live = [0] * (2 * v)
+        seen: set[tuple[int, ...]] = set()
+        for action in actions:
+            round_ = action.segment // p
+            live[round_] += action.kind is ActionKind.FORWARD
+            if action.kind is ActionKind.BACKWARD_INPUT:
+                live[round_], live[v + round_] = live[round_] - 1, live[v + round_] + 1
+            if action.kind is ActionKind.BACKWARD_WEIGHT:
+                live[v + round_] -= 1
+            seen.add(tuple(live))
+        moments = [tuple(map(int, row)) for row in in_parts(candidate, stage)]
+        for one in seen:
+            assert any(all(map(operator.le, one, moment)) for moment in moments)
+        assert set(moments) <= seen
 
 
 @given(pp=st.integers(2, 6), num=st.integers(1, 12), extra=st.integers(0, 5))
@@ -103,7 +139,13 @@ def test_moments_are_those_of_the_schedule(pp: int, num: int, extra: int):
         Cluster("cpu-local", gpus_per_node=pp),
         global_batch_size=num,
         model=Divisible(num_blocks=pp),
-        pin={**pins, "schedule": "zero_bubble", "extra_in_flight": extra, "recompute": "none"},
+        pin={
+            **pins,
+            "schedule": "zero_bubble",
+            "virtual_stages": 1,
+            "extra_in_flight": extra,
+            "recompute": "none",
+        },
     )
     schedule = zero_bubble(contiguous_stages(pp, 1), num, extra_in_flight=extra)
     for stage, actions in enumerate(schedule.actions):
@@ -117,7 +159,7 @@ def test_moments_are_those_of_the_schedule(pp: int, num: int, extra: int):
                 action.kind is ActionKind.BACKWARD_WEIGHT
             )
             seen.add((flying, waiting))
-        moments = in_parts(candidate, stage)
+        moments = [tuple(map(int, row)) for row in in_parts(candidate, stage)]
         assert set(moments) <= seen
         assert all(any(f <= m and w <= n for m, n in moments) for f, w in seen)
         assert in_flight(candidate, stage).max() == max(flying for flying, _ in seen)
