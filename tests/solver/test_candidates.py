@@ -47,7 +47,7 @@ def searched(nodes: int, inside: int, batch: int, model: Divisible):
                 continue
             if name == "interleaved" and num < pp:
                 continue
-            zeros = (1, 2, 3) if shard > 1 else (0,)
+            zeros: tuple[int, ...] = (1, 2, 3) if shard > 1 else (0,)
             if shard == dp == 1 and cp * ep > 1:
                 zeros = (0, 1, 2, 3)
             for zero in zeros:
