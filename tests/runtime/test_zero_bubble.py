@@ -99,6 +99,23 @@ def test_gradients_of_families_are_those_of_1f1b(name: str, mesh: Mesh, recomput
         assert_equal(one, other)
 
 
+VIRTUAL = [
+    Setup(name="gpt2", mesh=Mesh(pp=3), recompute="full"),
+    Setup(name="llama", mesh=Mesh(pp=2, dp_shard=2), zero_stage=1),
+    Setup(name="llama", mesh=Mesh(pp=2, tp=2), sequence=True, extra_in_flight=1),
+]
+
+
+@pytest.mark.parametrize("setup", VIRTUAL, ids=str)
+def test_gradients_over_virtual_stages_are_those_of_interleaved_1f1b(setup: Setup):
+    setup = dataclasses.replace(
+        setup, layers=4, num_micro_batches=4, modular=True, schedule="zero_bubble"
+    )
+    whole = dataclasses.replace(setup, schedule="interleaved", extra_in_flight=0)
+    for one, other in zip(gradients_of(whole), gradients_of(setup), strict=True):
+        assert_equal(one, other)
+
+
 def test_a_shorter_last_micro_batch_changes_no_gradient():
     """It has a program of its own: five sequences are two, two and one."""
     family = ZOO["llama"]
@@ -119,6 +136,18 @@ def test_a_stage_with_nothing_but_the_loss_equals_one_device(zero_stage: int):
     mesh = Mesh(pp=5, dp_shard=shard)
     setup = Setup(
         mesh=mesh, layers=3, num_micro_batches=4, schedule="zero_bubble", zero_stage=zero_stage
+    )
+    assert_parity(setup, train_on_threads(setup, num_steps=2)[-1], 2)
+
+
+def test_virtual_stages_of_one_block_equal_one_device():
+    setup = Setup(
+        mesh=Mesh(pp=2, dp_shard=2),
+        layers=4,
+        num_micro_batches=4,
+        schedule="zero_bubble",
+        zero_stage=3,
+        modular=True,
     )
     assert_parity(setup, train_on_threads(setup, num_steps=2)[-1], 2)
 
