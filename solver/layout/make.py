@@ -275,7 +275,7 @@ class _Maker:
             found = [state for state in found if str(state) != "P"]
         if number in self.facts.matrices or self.axis.shards_activations:
             found = [state for state in found if state.is_sharded] or found
-        if role is Role.ACTIVATION and self.axis.sequence_parallel is False:  # as Megatron-LM has it
+        if role is Role.ACTIVATION and self.axis.sequence_parallel is False:
             found = [state for state in found if state == normal_state(INVARIANT, tensor)] or found
         if role is Role.ACTIVATION and self.axis.sequence_parallel:
             found = [state for state in found if is_positions(state, tensor)] or found
