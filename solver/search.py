@@ -282,16 +282,12 @@ class Search:
         most, and more of it is computed again.
         """
         setting = self.setting(candidate)
-        times = setting.least_times(candidate.recompute)
-        own, best, least = setting.main_blocks(), math.inf, self.scalar_bound(candidate)
-        for held, both in setting.frontier():
-            kept = setting.tight().held_bytes.copy()
-            kept[own] = np.maximum(kept[own], held)
-            stager = self.stager(candidate, replace(setting.tight(), held_bytes=kept))
+        times, tight = setting.least_times(candidate.recompute), setting.tight()
+        best, least = math.inf, self.scalar_bound(candidate)
+        for held, both in setting.trades():
+            stager = self.stager(candidate, replace(tight, held_bytes=held))
             again = functools.partial(again_s, stager, exact=False)
-            slower = np.zeros(len(kept))
-            slower[own] = np.maximum(0.0, both - times.both[own])
-            longer = times.plus(slower).plus_backward(stager.adding_s())
+            longer = times.plus(np.maximum(0.0, both - times.both)).plus_backward(stager.adding_s())
             bounds = StageBounds(stager, longer, again)
             enough_s = min(best, self._enough_s)
             best = min(best, best_cuts(bounds, bounds.reach, guess_s=least, enough_s=enough_s)[0])

@@ -5,7 +5,7 @@ micro-batch size; with its problem, bounds and layouts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -31,6 +31,7 @@ from autopar.solver.hardware import Cluster
 from autopar.solver.layout.check import kind_costs
 from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.frame import ClassRole
+from autopar.solver.layout.frontier import FrontierPoint
 from autopar.solver.layout.make import make_problem
 from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.problem import (
@@ -48,11 +49,8 @@ from autopar.solver.typed_axes import TypedAxes
 _PRICE = 1e-9
 """Seconds for a kept byte, where nothing else counts: about what seconds of an op are."""
 
-_STEPS = 8
-"""Steps of the frontier of time and memory of a block."""
-
-_PRICE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Prices of memory at which it is known, in units of computing a block again."""
+_MOST_FRONTIERS = 2
+"""Kinds of blocks whose trade of seconds for bytes is known."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -77,7 +75,7 @@ class Setting:
     _priced_solutions: dict[float, Solution] = field(default_factory=dict)
     _costs: dict[int, tuple[Solution, BlockCosts]] = field(default_factory=dict, repr=False)
     _tight: BlockCosts | None = field(default=None, repr=False)
-    _frontier: tuple[tuple[float, float], ...] | None = None
+    _kind_frontiers: tuple[tuple[list[int], tuple[FrontierPoint, ...]], ...] | None = None
     _priced: dict[float, Floats] = field(default_factory=dict)
     _fastest: KindCost | None = None
 
@@ -202,24 +200,34 @@ class Setting:
             self._tight = replace(self.least, forward_s=forward, held_bytes=held)
         return self._tight
 
-    def frontier(self) -> tuple[tuple[float, float], ...]:
-        """(bytes, seconds) of a block of ``main_kind``: every layout keeps no less and takes no
-        less than one of them. Between prices of memory the frontier is at least a straight line.
+    def trades(self) -> Iterator[tuple[Floats, Floats]]:
+        """Bytes that blocks keep, and their seconds at the least for a forward and a backward:
+        every layout keeps no less and takes no less than one of them.
         """
-        if self._frontier is None:
-            block = self.main_blocks()[0]
-            low, fast = float(self.tight().held_bytes[block]), self.fastest_kind()
-            high, least = float(fast.held_bytes), float(self.least_times("none").both[block])
-            edges = np.linspace(low, high, _STEPS + 1).tolist() if high > low else [low]
-            unit = fast.forward_s / max(high, 1.0)
-            prices = [unit * factor for factor in _PRICE_FACTORS]
-            priced = [(p, self._least(self.main_kind, 1.0, 1.0, p)) for p in prices]
-            found = [
-                (edge, max(least, *(cost - price * after for price, cost in priced)))
-                for edge, after in itertools.pairwise(edges)
-            ]
-            self._frontier = (*found, (edges[-1], least))
-        return self._frontier
+        least = self.least_times("none").both
+        for points in itertools.product(*(points for _, points in self._frontiers())):
+            held, both = self.tight().held_bytes.copy(), least.copy()
+            for (blocks, _), point in zip(self._frontiers(), points, strict=True):
+                held[blocks] = np.maximum(held[blocks], point.num_bytes)
+                both[blocks] = np.maximum(both[blocks], point.seconds)
+            yield held, both
+
+    def _frontiers(self) -> tuple[tuple[list[int], tuple[FrontierPoint, ...]], ...]:
+        """Blocks and frontier of the kinds that keep most in all their blocks."""
+        if self._kind_frontiers is None:
+            counts, least = self.problem.counts, self.tight().held_bytes
+            kept = {
+                kind: count * float(least[self._blocks_of(kind)[0]])
+                for kind, count in enumerate(counts)
+                if count > 1
+            }
+            found = []
+            for kind in sorted(kept, key=lambda kind: -kept[kind])[:_MOST_FRONTIERS]:
+                points = self.solver().frontier(kind)
+                if points is not None:
+                    found.append((self._blocks_of(kind), points))
+            self._kind_frontiers = tuple(found)
+        return self._kind_frontiers
 
     @property
     def main_kind(self) -> int:

@@ -12,6 +12,7 @@ from ortools.math_opt.python import mathopt
 
 from autopar.solver.layout.build import MICROSECONDS, Program, build, set_objective
 from autopar.solver.layout.eliminate import Floats, minimize
+from autopar.solver.layout.frontier import FrontierPoint, kind_frontier
 from autopar.solver.layout.problem import MemoryLimit, Problem, Solution, Weights
 from autopar.solver.layout.tables import Costs, cost_vector, costs_of, fill, tables_of
 
@@ -78,10 +79,17 @@ class ProblemSolver:
             return minimize(tables.elimination, fill(tables, vector))[0]
         return self.solve(only).bound
 
+    def frontier(self, kind: int) -> tuple[FrontierPoint, ...] | None:
+        """``kind_frontier`` of the problem."""
+        return kind_frontier(self.problem, self._all_costs(), kind)
+
     def _cost_vector(self, weights: Weights) -> Floats:
+        return cost_vector(self._all_costs(), weights)
+
+    def _all_costs(self) -> Costs:
         if self._costs is None:
             self._costs = costs_of(self.problem)
-        return cost_vector(self._costs, weights)
+        return self._costs
 
 
 @dataclass(frozen=True, slots=True)

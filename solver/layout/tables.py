@@ -10,6 +10,7 @@ sparse 0/1 matrix with its costs.
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,17 +34,32 @@ class Tables:
     """Where the costs of a frame's problems go.
 
     Attributes:
-        shapes: Of the tables, which lie one after the other.
+        scopes, shapes: Of the tables, which lie one after the other.
         cells, costs: Cell ``cells[i]`` has cost number ``costs[i]``, for every i.
         impossible: Cells in which a value would be moved in a way that there is not.
         elimination: None where it takes too much.
+        offsets: First cell of each table, then the number of cells.
     """
 
+    scopes: tuple[Scope, ...]
     shapes: tuple[tuple[int, ...], ...]
     cells: NDArray[np.intp]
     costs: NDArray[np.intp]
     impossible: NDArray[np.intp]
     elimination: Elimination | None
+    offsets: NDArray[np.intp]
+
+    def chosen_costs(self, values: Sequence[int]) -> NDArray[np.intp]:
+        """Numbers of the costs that are paid where each variable has its value."""
+        paid = np.zeros(int(self.offsets[-1]), dtype=np.bool_)
+        for scope, shape, cell in zip(
+            self.scopes, self.shapes, self.offsets.tolist(), strict=False
+        ):
+            within = 0
+            for variable, size in zip(scope, shape, strict=True):
+                within = within * size + values[variable]
+            paid[cell + within] = True
+        return self.costs[paid[self.cells]]
 
 
 _known: weakref.WeakKeyDictionary[Frame, dict[frozenset[int], Tables]] = weakref.WeakKeyDictionary()
@@ -60,12 +76,14 @@ def tables_of(frame: Frame, kinds: Iterable[int] | None = None) -> Tables:
 
 def fill(tables: Tables, costs: Floats) -> list[Floats]:
     """The tables with these costs (``cost_vector``)."""
-    sizes = [int(np.prod(shape)) for shape in tables.shapes]
-    summed = np.bincount(tables.cells, weights=costs[tables.costs], minlength=sum(sizes))
+    cuts = tables.offsets.tolist()
+    summed = np.bincount(tables.cells, weights=costs[tables.costs], minlength=cuts[-1])
     flat = summed.astype(np.float64)
     flat[tables.impossible] = np.inf
-    parts = np.split(flat, np.cumsum(sizes)[:-1]) if sizes else []
-    return [part.reshape(shape) for part, shape in zip(parts, tables.shapes, strict=True)]
+    return [
+        flat[first:end].reshape(shape)
+        for (first, end), shape in zip(itertools.pairwise(cuts), tables.shapes, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -186,11 +204,13 @@ class _Maker:
             impossible += [part + offset for part in draft.impossible]
             offset += int(np.prod(draft.shape))
         return Tables(
+            scopes=tuple(scopes),
             shapes=tuple(draft.shape for draft in self.drafts.values()),
             cells=_joined(cells),
             costs=_joined(costs),
             impossible=_joined(impossible),
             elimination=plan,
+            offsets=np.cumsum([0, *(math.prod(draft.shape) for draft in self.drafts.values())]),
         )
 
     def draft(self, variables: Iterable[int]) -> tuple[Scope, _Draft] | None:
