@@ -103,10 +103,34 @@ def batches(cluster: Cluster) -> st.SearchStrategy[int]:
     return st.sampled_from(sorted({1, 2, 4, 6, 8, 12, cluster.num_gpus, 2 * cluster.num_gpus}))
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Drawn:
+    """An instance that prints as what makes it again."""
+
+    instance: Instance
+
+    def __repr__(self) -> str:
+        made, hardware = self.instance, self.instance.cluster.hardware
+        link, chip = hardware.node_link, hardware.chip
+        ops = {
+            kind.name: [node.name for node in kind.graph.nodes if node.op == "call_function"]
+            for kind in made.facts.model.kinds.values()
+        }
+        return (
+            f"{len(made.facts.model.blocks)} blocks {ops} on {made.cluster} with "
+            f"{made.cluster.usable_bytes} bytes, links {link.bytes_per_s:g} B/s {link.latency_s:g} "
+            f"s, network {hardware.network.node_bytes_per_s:g} B/s, memory "
+            f"{chip.hbm_bytes_per_s:g} B/s, fp32 {chip.peak_flops.fp32:g} FLOP/s, launches "
+            f"{chip.launch_s:g} s, slowdown {hardware.overlap.slowdown:g}; batch "
+            f"{made.global_batch_size}, {made.training.precision}, {made.training.optimizer}, "
+            f"pins {dict(made.pin)}"
+        )
+
+
 @st.composite
 def instances(
     draw: Draw[Any], *, max_gpus: int = 16, max_ops: int = 4, max_candidates: int = 100
-) -> Instance:
+) -> Drawn:
     """An instance with memory for all that its fastest plan keeps, or for a part of it.
 
     What has more candidates has decisions pinned to those of one of them.
@@ -119,10 +143,10 @@ def instances(
     names = draw(st.permutations(DECISIONS))
     like = draw(st.integers(0, 2**16))
     found = narrowed(found, names, like, max_candidates)
-    if share is None:
-        return found
-    less = tighter_cluster(model, cluster, batch, training, share, found.pin)
-    return made(model, less, batch, training, found.pin)
+    if share is not None:
+        less = tighter_cluster(model, cluster, batch, training, share, found.pin)
+        found = made(model, less, batch, training, found.pin)
+    return Drawn(instance=found)
 
 
 def made(

@@ -9,17 +9,17 @@ import math
 from hypothesis import given, reject, settings
 
 from autopar.solver.instance import Instance
-from tests.solver.drawn import instances
+from tests.solver.drawn import Drawn, instances
 from tests.solver.whole_plans import TooLarge, WholePlans
 
 _SHARE = 1 + 1e-9
 
 
 @settings(max_examples=settings().max_examples // 2)
-@given(instance=instances(max_candidates=40))
-def test_no_plan_is_faster_than_what_is_proved(instance: Instance) -> None:
+@given(drawn=instances(max_candidates=40))
+def test_no_plan_is_faster_than_what_is_proved(drawn: Drawn) -> None:
     try:
-        check(instance, most_layouts=150)
+        check(drawn.instance, most_layouts=150)
     except TooLarge:
         reject()
 
