@@ -66,15 +66,35 @@ def test_without_sequence_parallelism_the_stream_is_whole(facts):
     assert in_stream > 10
 
 
-def test_with_sequence_parallelism_blocks_hand_on_positions(facts):
-    made = setting(facts, sequence_parallel=True)
+def borders(made: Setting):
+    """States of what blocks hand on."""
     solution = made.solution("none")
-    boundaries = [
+    return [
         state_class.states[state]
         for state_class, state in zip(made.problem.classes, solution.states, strict=True)
         if state_class.role is ClassRole.BOUNDARY
     ]
-    assert any(state.is_sharded and state.dim == 1 for state in boundaries), boundaries
+
+
+def test_with_sequence_parallelism_blocks_hand_on_positions(facts):
+    found = borders(setting(facts, sequence_parallel=True))
+    assert any(state.is_sharded and state.dim == 1 for state in found), found
+
+
+def test_without_sequence_parallelism_messages_are_divided(facts):
+    """Tensor ranks have all of what they send alike, and its gradient, so that each sends a part;
+    together they send as much as with sequence parallelism, and gather it.
+    """
+    made = setting(facts, sequence_parallel=False)
+    costs = made.costs(made.solution("none"))
+    inner = slice(2, -1)  # between layers
+    gathered, border = costs.gathered_bytes[inner], costs.border_bytes[inner]
+    assert (gathered > 0.5 * border).all()
+    assert (costs.sent_bytes[inner] == border - gathered / 2).all()
+    split = setting(facts, sequence_parallel=True)
+    other = split.costs(split.solution("none"))
+    assert (costs.sent_bytes[inner] <= other.sent_bytes[inner]).all()
+    assert not other.gathered_bytes[inner].any()
 
 
 def test_the_free_layout_is_as_fast_as_the_better_of_both(facts):
@@ -132,7 +152,7 @@ def test_another_network_is_another_cluster():
 
 
 def test_kernels_are_checked_before_the_model_is_captured():
-    from autopar.solver.candidates import check_pins
+    from autopar.solver.pins import check_pins
 
     with pytest.raises(InputError, match="no kernels are called"):
         check_pins({"kernel": "magic"}, Cluster("a100-80gb"), 8)
