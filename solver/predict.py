@@ -106,6 +106,10 @@ def _action_costs(solved: Solved) -> ActionCosts:
     )
 
 
+_ROUNDING = 1e-12
+"""Sums of a stage's seconds in another order differ by a smaller share."""
+
+
 def _rank(solved: Solved, stage: int) -> RankPrediction:
     candidate, stager, costs = solved.candidate, solved.stager, solved.stager.costs
     runs = stager.virtual_stages(stage, solved.cuts)
@@ -122,6 +126,7 @@ def _rank(solved: Solved, stage: int) -> RankPrediction:
     optimizer = optimizer_s(stager, solved.segments)[stage]
     busy, exposed = solved.simulation.busy_s[stage], solved.simulation.exposed_s[stage]
     own = num * (compute + comm + again + adding) + optimizer
+    slowed = busy - own
     seconds = {
         "compute": num * compute,
         "communication in layers": num * comm,
@@ -129,7 +134,7 @@ def _rank(solved: Solved, stage: int) -> RankPrediction:
         "adding gradients": num * adding,
         "optimizer": optimizer,
         "exposed data-parallel communication": exposed,
-        "slowdown by hidden communication": max(0.0, busy - own),
+        "slowdown by hidden communication": slowed if slowed > _ROUNDING * busy else 0.0,
         WAITING: max(0.0, solved.step_s - busy - exposed),
     }
     causes = stager.bytes_by_cause(stager.contents(stage, solved.cuts))
