@@ -30,11 +30,12 @@ from autopar.api.planning import capture_request
 from autopar.api.request import Request, make_request
 from autopar.estimation import EstimateRow, ModelShape, cluster_of, open_shape, pins_of, read_rows
 from autopar.ir.errors import AutoparError, InputError
-from autopar.solver.candidates import VIRTUAL_STAGES, Candidate
+from autopar.solver.candidates import Candidate
 from autopar.solver.estimate import Estimate, Estimator
 from autopar.solver.instance import Instance, make_instance
 from autopar.solver.layout.model_facts import ModelFacts, model_facts
 from autopar.solver.search import SearchResult
+from autopar.solver.space import VIRTUAL_STAGES
 
 _ROUNDING = 1e-9
 _GIVEN = ("kernel", "precision", "comm_precision", "grads_fp32")

@@ -27,8 +27,9 @@ from autopar.api.planning import capture_request
 from autopar.api.request import open_request
 from autopar.ir.plan import Plan
 from autopar.solver import Cluster
-from autopar.solver.candidates import Candidate, Pins
+from autopar.solver.candidates import Candidate
 from autopar.solver.instance import Instance, make_instance
+from autopar.solver.pins import Pins
 from autopar.solver.replay import simulate_plan
 from autopar.solver.solve import make_plan, solve_instance
 from benchmarks.solver import ROWS, Row

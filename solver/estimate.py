@@ -7,12 +7,14 @@ from dataclasses import dataclass, fields
 from autopar.ir.errors import InputError
 from autopar.ir.graph import ModelGraph
 from autopar.ir.plan import Prediction, TrainingPlan
-from autopar.solver.candidates import Candidate, Pins, candidates
+from autopar.solver.candidates import Candidate
 from autopar.solver.costs.memory import itemsizes
 from autopar.solver.hardware import Cluster
 from autopar.solver.instance import divisible, sequence_length
 from autopar.solver.layout.model_facts import ModelFacts, model_facts
+from autopar.solver.pins import Pins
 from autopar.solver.predict import predict
+from autopar.solver.space import candidates
 from autopar.solver.zero_bubble import PartSearch
 
 

@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from autopar.ir.errors import InputError
 from autopar.ir.graph import ModelGraph
 from autopar.ir.plan import TrainingPlan
-from autopar.solver.candidates import Candidate, Divisible, Pins, candidates
+from autopar.solver.candidates import Candidate, Divisible
 from autopar.solver.costs.memory import itemsizes
 from autopar.solver.hardware import Cluster
 from autopar.solver.hardware.spec import Hardware
 from autopar.solver.layout.model_facts import ModelFacts, model_facts
+from autopar.solver.pins import Pins
 from autopar.solver.search import Progress, Search
+from autopar.solver.space import candidates
 from autopar.solver.zero_bubble import PartSearch
 
 

@@ -24,12 +24,12 @@ from autopar.ir.graph import ModelGraph
 from autopar.ir.plan import Plan, TrainingPlan
 from autopar.ir.plan_search import CountPlan, ObjectivePlan
 from autopar.ir.units import seconds_text
-from autopar.solver.candidates import Pins
 from autopar.solver.hardware import Cluster
 from autopar.solver.infeasible import infeasible_error
 from autopar.solver.instance import Instance, make_instance, sequence_length
 from autopar.solver.layout.model_facts import ModelFacts, model_facts
 from autopar.solver.objectives import FewestGpus, Objective, Point
+from autopar.solver.pins import Pins
 from autopar.solver.predict import product_flops
 from autopar.solver.search import Progress, SearchResult
 from autopar.solver.solve import DescribeMoves, make_plan

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from autopar.ir.errors import InputError
 from autopar.ir.precision import DTYPES
 from autopar.ir.units import seconds_text
-from autopar.solver.candidates import KERNEL_PIN, Candidate, Pins
+from autopar.solver.candidates import Candidate
 from autopar.solver.instance import Instance, make_instance
+from autopar.solver.pins import KERNEL_PIN, Pins
 from autopar.solver.solved import Solved
 
 MOST_NODES = 4096

@@ -27,13 +27,13 @@ from autopar.ir.plan import (
     plan_axes,
 )
 from autopar.ir.typecheck import check_model
-from autopar.solver.candidates import Pins
 from autopar.solver.data_axis import DataAxis
 from autopar.solver.hardware import Cluster
 from autopar.solver.infeasible import infeasible_error
 from autopar.solver.instance import Instance, make_instance
 from autopar.solver.layout.decode import axis_typing, join_axes
 from autopar.solver.layout.model_facts import ModelFacts
+from autopar.solver.pins import Pins
 from autopar.solver.predict import predict
 from autopar.solver.reasons import NUM_ALTERNATIVES, alternatives, search_report
 from autopar.solver.search import Progress, SearchResult

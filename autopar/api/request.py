@@ -26,7 +26,7 @@ from autopar.capture import ModelSource, open_model
 from autopar.ir.errors import InputError
 from autopar.ir.plan import Plan, TrainingPlan, read_plan
 from autopar.solver import Cluster
-from autopar.solver.candidates import check_pins
+from autopar.solver.pins import check_pins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

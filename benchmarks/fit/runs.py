@@ -14,7 +14,7 @@ from autopar.estimation import ModelShape, cluster_of, open_shape, pins_of
 from autopar.ir.plan import TrainingPlan
 from autopar.ir.schedule import CompactSchedule
 from autopar.solver import Cluster
-from autopar.solver.candidates import Candidate, candidates
+from autopar.solver.candidates import Candidate
 from autopar.solver.costs.memory import Itemsizes, StageContents, itemsizes
 from autopar.solver.facts import BlockCosts, Floats, layout_costs
 from autopar.solver.instance import divisible
@@ -24,6 +24,7 @@ from autopar.solver.layout.problem import Problem
 from autopar.solver.search import Search
 from autopar.solver.settings import layout_coster, layout_problem
 from autopar.solver.solved import Solved
+from autopar.solver.space import candidates
 from benchmarks.fit.measured import Measured
 from benchmarks.fit.terms import Piece, Terms, recorders, terms_of
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from autopar.ir.errors import InputError
 from autopar.solver import Cluster
-from autopar.solver.candidates import Divisible, candidates
+from autopar.solver.candidates import Divisible
+from autopar.solver.space import candidates
 
 DECISIONS = (
     *("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp"),

@@ -16,12 +16,14 @@ from autopar.ir.errors import InfeasibleError, InputError, PlanFormatError
 from autopar.ir.plan import Plan, from_json, to_json
 from autopar.solver import Cluster, solve
 from autopar.solver.bounds import StageTimes
-from autopar.solver.candidates import Candidate, Divisible, Pins, candidates
+from autopar.solver.candidates import Candidate, Divisible
 from autopar.solver.costs.memory import itemsizes
 from autopar.solver.layout.model_facts import model_facts
+from autopar.solver.pins import Pins
 from autopar.solver.runs import all_runs
 from autopar.solver.search import Search, scalar_bound_s
 from autopar.solver.solved import simulate_cuts
+from autopar.solver.space import candidates
 from tests.models import (
     next_token_loss,
     tiny_gpt2,

@@ -13,7 +13,7 @@ import pytest
 from autopar.ir.errors import InputError, PlanFormatError
 from autopar.ir.plan import Plan, TrainingPlan, from_json, to_json
 from autopar.solver import Cluster, solve
-from autopar.solver.candidates import Pins
+from autopar.solver.pins import Pins
 from autopar.solver.replay import simulate_plan
 from autopar.solver.trace import COMMUNICATION, COMPUTE, trace
 from tests.solver.graphs import block_model

@@ -16,10 +16,11 @@ from autopar.ir.plan import Plan, from_json, to_json
 from autopar.ir.schedule import ActionKind
 from autopar.ir.schedules import contiguous_stages, modular_stages, zero_bubble
 from autopar.solver import Cluster
-from autopar.solver.candidates import Divisible, candidates
+from autopar.solver.candidates import Divisible
 from autopar.solver.in_flight import in_flight, in_parts
 from autopar.solver.layout.model_facts import model_facts
 from autopar.solver.replay import simulate_plan
+from autopar.solver.space import candidates
 from tests.solver.drawn import TRAININGS, batches, clusters, made, models, tighter_cluster
 from tests.solver.small import instance, plan
 from tests.solver.test_whole_plans import check

@@ -1,0 +1,180 @@
+"""What can be pinned, and whether the pins of a request can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import get_args
+
+from autopar.ir.errors import InputError
+from autopar.ir.kernels import parse_kernels
+from autopar.ir.plan import RecomputeName, ScheduleName
+from autopar.ir.schedules import DEEPENED
+from autopar.solver.candidates import Divisible
+from autopar.solver.hardware import Cluster
+
+DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
+INTEGER_PINS = (
+    *DEGREES,
+    "micro_batch_size",
+    "zero_stage",
+    "virtual_stages",
+    "extra_in_flight",
+    "sequence_parallel",
+    "loss_parallel",
+)
+CHOICE_PINS: Mapping[str, tuple[str, ...]] = {
+    "recompute": get_args(RecomputeName),
+    "schedule": get_args(ScheduleName),
+    "cuts": ("balanced", "even"),
+}
+KERNEL_PIN = "kernel"
+_RANGES: Mapping[str, tuple[int, int | None]] = {
+    "zero_stage": (0, 3),
+    "sequence_parallel": (0, 1),
+    "loss_parallel": (0, 1),
+    "extra_in_flight": (0, None),
+}
+Pins = Mapping[str, int | str]
+
+_FIXING = ("pp", "dp_replicate", "dp_shard", "tp")
+"""Degrees that say how many GPUs are used once all are pinned; ``cp`` and ``ep`` are 1 then, unless
+they are pinned, too.
+"""
+
+
+def check_pins(pin: Pins, cluster: Cluster, global_batch_size: int) -> None:
+    """Raise ``InputError`` for a pin that cannot hold, naming it."""
+    for name, value in pin.items():
+        if name in CHOICE_PINS:
+            if value not in CHOICE_PINS[name]:
+                options = " or ".join(CHOICE_PINS[name])
+                raise InputError(f"{name}={value!r} is pinned; it can be {options}")
+        elif name == KERNEL_PIN:
+            parse_kernels(str(value))
+        elif name not in INTEGER_PINS:
+            known = ", ".join((*INTEGER_PINS, *CHOICE_PINS, KERNEL_PIN))
+            raise InputError(f"nothing is called {name!r}, so that it cannot be pinned", hint=known)
+        else:
+            _check_integer(name, value)
+    gpus, degrees = cluster.num_gpus, pinned_degrees(pin)
+    product = 1
+    for name, degree in degrees.items():
+        product *= degree
+        if gpus % degree and not fixes_gpus(degrees):
+            raise InputError(
+                f"{name}={degree} is pinned, but it does not divide the {gpus} GPUs of the cluster"
+            )
+    pinned = " × ".join(f"{name}={degree}" for name, degree in degrees.items())
+    if product > gpus:
+        raise InputError(f"{pinned} needs {product} GPUs, but the cluster has {gpus}")
+    if gpus % product and not fixes_gpus(degrees):
+        raise InputError(f"{pinned} is pinned: {product} ranks do not divide the {gpus} GPUs")
+    _check_batch(pin, global_batch_size)
+    _check_zero(pin)
+    _check_virtual(pin)
+
+
+def _check_integer(name: str, value: object) -> None:
+    lowest, highest = _RANGES.get(name, (1, None))
+    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+        raise InputError(f"{name}={value!r} is pinned; it must be a whole number ≥ {lowest}")
+    if highest is not None and value > highest:
+        options = [str(option) for option in range(lowest, highest + 1)]
+        known = f"{', '.join(options[:-1])} or {options[-1]}"
+        raise InputError(f"{name}={value} is pinned; it can be {known}")
+
+
+def check_model(pin: Pins, model: Divisible) -> None:
+    """Raise ``InputError`` for a degree that the model cannot have."""
+    degrees = pinned_degrees(pin)
+    blocks, virtual = model.num_blocks, int(pin.get("virtual_stages", 1))
+    if degrees.get("pp", 1) > blocks:
+        raise InputError(f"pp={degrees['pp']} is pinned, but the model has {blocks} blocks")
+    if virtual > 1 and degrees.get("pp", 2) * virtual > blocks:
+        pinned = f"pp={degrees['pp']} × " if "pp" in degrees else ""
+        raise InputError(
+            f"{pinned}virtual_stages={virtual} is pinned, but the model has {blocks} blocks"
+        )
+    _check_context(degrees.get("cp", 1), model)
+    _check_experts(degrees.get("ep", 1), model)
+
+
+def _check_context(cp: int, model: Divisible) -> None:
+    if cp > 1 and (model.seq_len is None or model.seq_len % cp):
+        length = "an unknown number of" if model.seq_len is None else model.seq_len
+        raise InputError(f"cp={cp} is pinned, but it does not divide {length} positions")
+
+
+def _check_experts(ep: int, model: Divisible) -> None:
+    if ep > 1 and not model.num_experts:
+        raise InputError(
+            f"ep={ep} is pinned, but the model has no routed experts",
+            hint="autopar.functional.routed_experts, or a Hugging Face mixture of experts",
+        )
+    if ep > 1 and model.num_experts % ep:
+        raise InputError(f"ep={ep} is pinned, but it does not divide {model.num_experts} experts")
+
+
+def pinned_degrees(pin: Pins) -> dict[str, int]:
+    return {name: int(pin[name]) for name in DEGREES if name in pin}
+
+
+def fixes_gpus(degrees: Mapping[str, int]) -> bool:
+    return all(name in degrees for name in _FIXING)
+
+
+def _check_batch(pin: Pins, global_batch_size: int) -> None:
+    product, names = 1, []
+    for name in ("dp_replicate", "dp_shard", "ep"):
+        if name in pin:
+            product *= int(pin[name])
+            names.append(f"{name}={pin[name]}")
+    if global_batch_size % product:
+        raise InputError(
+            f"{' × '.join(names)} is pinned, but {product} does not divide the global batch of "
+            f"{global_batch_size} sequences"
+        )
+    largest = global_batch_size // product
+    if int(pin.get("micro_batch_size", 1)) > largest:
+        raise InputError(
+            f"micro_batch_size={pin['micro_batch_size']} is pinned, but a data rank has at most "
+            f"{largest} of the {global_batch_size} sequences"
+        )
+
+
+def _check_zero(pin: Pins) -> None:
+    zero, shard = pin.get("zero_stage"), pin.get("dp_shard")
+    if zero is None or shard is None:
+        return
+    if zero == 0 and shard != 1:
+        raise InputError(
+            f"zero_stage=0 and dp_shard={shard} are pinned, but ZeRO 0 shards nothing: dp_shard=1"
+        )
+    if zero != 0 and shard == 1 and pin.get("cp", 1) == pin.get("ep", 1) == 1:
+        raise InputError(
+            f"zero_stage={zero} and dp_shard=1 are pinned, but then there are no ranks to shard "
+            "over"
+        )
+
+
+def _check_virtual(pin: Pins) -> None:
+    virtual, pp = pin.get("virtual_stages"), pin.get("pp")
+    if virtual not in (None, 1) and pp == 1:
+        raise InputError(
+            f"virtual_stages={virtual} and pp=1 are pinned, but one stage has nothing to interleave"
+        )
+    if pin.get("schedule") == "interleaved" and (virtual == 1 or pp == 1):
+        alone = "virtual_stages=1" if virtual == 1 else "pp=1"
+        raise InputError(
+            f"schedule='interleaved' and {alone} are pinned, but it needs several virtual stages "
+            "on each of several stages"
+        )
+    if pin.get("schedule") == "zero_bubble" and pp == 1:
+        raise InputError(
+            "schedule='zero_bubble' and pp=1 are pinned, but one stage waits for no others"
+        )
+    if pin.get("extra_in_flight") and pin.get("schedule", "1f1b") not in DEEPENED:
+        raise InputError(
+            f"extra_in_flight={pin['extra_in_flight']} and schedule={pin['schedule']!r} are "
+            f"pinned; only {' and '.join(DEEPENED)} can have more micro-batches in flight"
+        )

@@ -1,0 +1,218 @@
+"""The space of the search: all candidates that the pins allow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+from autopar.ir.errors import InputError
+from autopar.ir.kernels import DEFAULT_KERNELS, parse_kernels
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import RecomputeName, ScheduleName
+from autopar.ir.schedules import DEEPENED
+from autopar.solver.candidates import Candidate, CutsName, Divisible
+from autopar.solver.hardware import Cluster
+from autopar.solver.pins import (
+    KERNEL_PIN,
+    Pins,
+    check_model,
+    check_pins,
+    fixes_gpus,
+    pinned_degrees,
+)
+
+LONG_SEQUENCE = 32768
+"""Sequences of so many tokens are searched for a context axis."""
+
+VIRTUAL_STAGES = (2, 3, 4, 8)
+"""Numbers of virtual stages on each stage that are searched; others can be pinned."""
+
+MAX_CONTEXT = 64
+"""The largest context axis that is searched; larger ones can be pinned."""
+
+
+def candidates(
+    cluster: Cluster, *, global_batch_size: int, model: Divisible, pin: Pins
+) -> tuple[Candidate, ...]:
+    """All candidates that the pins allow.
+
+    Raises:
+        InputError: A pin cannot hold, or the pins together leave nothing.
+    """
+    check_pins(pin, cluster, global_batch_size)
+    check_model(pin, model)
+    found = tuple(
+        candidate
+        for mesh in _meshes(cluster, model, pin)
+        for candidate in _of_mesh(mesh, global_batch_size, model, pin)
+    )
+    if not found:
+        pinned = ", ".join(f"{name}={value}" for name, value in pin.items()) or "nothing"
+        raise InputError(
+            f"no mesh of {cluster.num_gpus} GPUs divides a global batch of {global_batch_size} "
+            f"sequences with {pinned} pinned",
+            hint="a batch size that is a multiple of the data-parallel ranks, or fewer pins",
+        )
+    return found
+
+
+def _meshes(cluster: Cluster, model: Divisible, pin: Pins) -> Iterator[Mesh]:
+    """All meshes; ZeRO shards over all data ranks unless pinned otherwise."""
+    degrees = pinned_degrees(pin)
+    gpus = cluster.num_gpus
+    if fixes_gpus(degrees):
+        gpus = math.prod(degrees.values())
+    virtual = int(pin.get("virtual_stages", 1))
+    for pp in _degree("pp", gpus, degrees):
+        if pp * virtual > model.num_blocks or (virtual > 1 and pp == 1):
+            continue
+        for tp in _degree("tp", gpus // pp, degrees):
+            if "tp" not in degrees and tp > cluster.gpus_per_node:
+                continue
+            for cp in _context_degrees(gpus // pp // tp, degrees, model):
+                for ep in _expert_degrees(gpus // pp // tp // cp, degrees, model):
+                    dp = gpus // pp // tp // cp // ep
+                    in_node = max(1, cluster.gpus_per_node // (tp * cp * ep))
+                    for replicate, shard in _data_degrees(dp, in_node, degrees):
+                        yield Mesh(
+                            pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, ep=ep, tp=tp
+                        )
+
+
+def _degree(name: str, gpus: int, degrees: Mapping[str, int]) -> tuple[int, ...]:
+    if name in degrees:
+        return (degrees[name],) if gpus % degrees[name] == 0 else ()
+    return divisors(gpus)
+
+
+def _context_degrees(gpus: int, degrees: Mapping[str, int], model: Divisible) -> tuple[int, ...]:
+    """Context axes are searched for long sequences: short ones are cheaper split otherwise."""
+    if "cp" in degrees:
+        return _degree("cp", gpus, degrees)
+    if model.seq_len is None or model.seq_len < LONG_SEQUENCE or fixes_gpus(degrees):
+        return (1,)
+    return tuple(cp for cp in divisors(gpus) if cp <= MAX_CONTEXT and model.seq_len % cp == 0)
+
+
+def _expert_degrees(gpus: int, degrees: Mapping[str, int], model: Divisible) -> tuple[int, ...]:
+    if "ep" in degrees:
+        return _degree("ep", gpus, degrees)
+    if not model.num_experts or fixes_gpus(degrees):
+        return (1,)
+    return tuple(ep for ep in divisors(gpus) if model.num_experts % ep == 0)
+
+
+def _data_degrees(dp: int, in_node: int, degrees: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+    """(dp_replicate, dp_shard): sharded over none of the data ranks, over those of a node, or over
+    all, unless they are pinned.
+    """
+    if "dp_replicate" in degrees or "dp_shard" in degrees:
+        replicate = degrees.get("dp_replicate") or dp // degrees["dp_shard"] or 1
+        shard = degrees.get("dp_shard") or dp // replicate
+        if replicate * shard == dp:
+            yield replicate, shard
+        return
+    for shard in sorted({1, math.gcd(dp, in_node), dp}):
+        yield dp // shard, shard
+
+
+def _of_mesh(
+    mesh: Mesh, global_batch_size: int, model: Divisible, pin: Pins
+) -> Iterator[Candidate]:
+    if global_batch_size % mesh.batch_ranks:
+        return
+    share = global_batch_size // mesh.batch_ranks
+    recomputes: tuple[RecomputeName, ...] = ("blocks",)
+    if "recompute" in pin:
+        recomputes = (cast("RecomputeName", pin["recompute"]),)
+    sharded = pin.get("sequence_parallel")
+    for micro_batch_size in _micro_batch_sizes(share, pin):
+        for zero_stage in _zero_stages(mesh, pin):
+            for recompute in recomputes:
+                for schedule, virtual in _schedules(mesh.pp, model, pin):
+                    candidate = Candidate(
+                        pp=mesh.pp,
+                        dp_replicate=mesh.dp_replicate,
+                        dp_shard=mesh.dp_shard,
+                        cp=mesh.cp,
+                        ep=mesh.ep,
+                        tp=mesh.tp,
+                        micro_batch_size=micro_batch_size,
+                        num_micro_batches=-(-share // micro_batch_size),
+                        zero_stage=zero_stage,
+                        recompute=recompute,
+                        schedule=schedule,
+                        virtual_stages=virtual,
+                        kernels=str(parse_kernels(str(pin.get(KERNEL_PIN, DEFAULT_KERNELS)))),
+                        sequence_parallel=None if sharded is None else bool(sharded),
+                        loss_parallel=bool(pin.get("loss_parallel", 1)),
+                        cuts=cast("CutsName", pin.get("cuts", "balanced")),
+                        extra_in_flight=int(pin.get("extra_in_flight", 0)),
+                    )
+                    if _holds(candidate, pin):
+                        yield candidate
+
+
+def _micro_batch_sizes(share: int, pin: Pins) -> tuple[int, ...]:
+    """Sizes that divide a data rank's share; a pinned one may leave a shorter last micro-batch."""
+    if "micro_batch_size" not in pin:
+        return divisors(share)
+    size = int(pin["micro_batch_size"])
+    return (size,) if size <= share else ()
+
+
+def _zero_stages(mesh: Mesh, pin: Pins) -> tuple[int, ...]:
+    """Without ZeRO there is no shard axis; with it context and expert ranks shard, too."""
+    if mesh.dp_shard > 1:
+        return (1, 2, 3)
+    if mesh.cp * mesh.ep == 1:
+        return (0,)
+    # With more than one data rank, sharding over context and expert ranks only has to be asked for.
+    asked = mesh.dp_replicate == 1 or "dp_shard" in pin or "zero_stage" in pin
+    return (0, 1, 2, 3) if asked else (0,)
+
+
+def _schedules(pp: int, model: Divisible, pin: Pins) -> Iterator[tuple[ScheduleName, int]]:
+    """Schedules with numbers of virtual stages: over several, 1F1B is interleaved, and the layered
+    order makes the modular pipeline.
+    """
+    pinned = pin.get("schedule")
+    if "virtual_stages" in pin:
+        numbers: tuple[int, ...] = (int(pin["virtual_stages"]),)
+    else:
+        most = model.num_blocks // pp if pp > 1 else 1
+        numbers = (1, *(number for number in VIRTUAL_STAGES if number <= most))
+    for number in numbers:
+        names: tuple[ScheduleName, ...] = ("1f1b", "layered")
+        if number > 1:
+            names = ("interleaved", "layered")
+        if pinned == "zero_bubble":  # not searched otherwise
+            names = ("zero_bubble",) if pp > 1 else ()
+        if pin.get("extra_in_flight"):
+            names = tuple(name for name in names if name in DEEPENED)
+        for name in names:
+            wanted = pinned is None or pinned == name
+            if wanted or (pinned == "1f1b" and "virtual_stages" in pin and name == "interleaved"):
+                yield name, number
+
+
+def _holds(candidate: Candidate, pin: Pins) -> bool:
+    names = ("micro_batch_size", "zero_stage", "recompute")
+    if any(name in pin and pin[name] != getattr(candidate, name) for name in names):
+        return False
+    if candidate.num_micro_batches == 1 and "schedule" not in pin:
+        # One has only one order; the layered one keeps its gathers further apart.
+        return candidate.schedule != "layered" and (
+            "virtual_stages" in pin or candidate.virtual_stages == 1
+        )
+    # Interleaved, fewer micro-batches than stages leave stages waiting as if there were no others.
+    is_short = candidate.num_micro_batches < candidate.pp and candidate.schedule != "layered"
+    is_short = is_short and candidate.virtual_stages > 1
+    return not is_short or "virtual_stages" in pin
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, from 1 upward."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return tuple(dict.fromkeys([*small, *(number // d for d in reversed(small))]))
