@@ -313,7 +313,7 @@ def what_holds(by_network: Mapping[int, Sequence[Run]]) -> Sequence[Finding]:
         Finding(
             paper="memory is no wall: a few GB of a GPU are enough",
             ours=f"{small.days:.1f} days in {small.found.gib:.1f} GiB (ZeRO "
-            f"{small.found.layout.zero_stage}, with a CUDA context of 1.2), {best.days:.1f} days "
+            f"{small.found.layout.zero_stage}, context and all), {best.days:.1f} days "
             f"in {best.found.gib:.1f} GiB"
             if small
             else "nothing fits 16 GiB",
