@@ -44,6 +44,9 @@ def again_s(stager: Stager, runs: Runs, *, exact: bool = True) -> Floats:
     flying = stager.flying[runs.stage]
     if candidate.schedule == "layered" and not candidate.per_block:
         flying = np.where(runs.end == costs.num_blocks, 1.0, flying)
+    if exact and not candidate.per_block:  # the first block keeps its input in any case
+        inputs = np.where(costs.again("full") > 0, costs.input_bytes, 0.0)
+        left = np.maximum(left - inputs[runs.first] * flying, np.minimum(left, 2 * _BYTE))
     kinds = _kinds(saved, costs.forward_s)
     whole = seconds
     if not exact and kinds:  # so many blocks at least, of those that take least
@@ -156,6 +159,9 @@ def _choose_on(
     """The recomputed blocks of one stage: the least number, in order of what they give."""
     runs = stager.virtual_stages(stage, cuts)
     flying = in_flight(stager.candidate, stage).max(axis=0)
+    if not stager.candidate.per_block:  # the first block keeps its input in any case
+        saved, firsts = saved.copy(), [first for first, _ in runs]
+        saved[firsts] = (stager.costs.held_bytes * stager.costs.again("full"))[firsts]
     gains = {
         block: saved[block] * number / stager.costs.forward_s[block]
         for (first, last), number in zip(runs, flying.tolist(), strict=True)
@@ -164,26 +170,25 @@ def _choose_on(
     }
     able = sorted(gains, key=lambda block: (-gains[block], block))
 
-    def fits(number: int) -> bool:
+    def missing(number: int) -> int:
         tried = _recomputing(stager, tuple(able[:number]))
-        return tried.stage_bytes(stage, cuts) <= stager.cluster.usable_bytes
+        return tried.stage_bytes(stage, cuts) - stager.cluster.usable_bytes
 
-    missing = _recomputing(stager, ()).stage_bytes(stage, cuts) - stager.cluster.usable_bytes
-    if missing <= 0:
+    low, high, least = 0, len(able), missing(0)  # so many are too few, so many enough
+    if least <= 0:
         return ()
-    if not able:
+    most = missing(high)
+    if most > 0:
         return None
-    given = np.cumsum([gains[block] * stager.costs.forward_s[block] for block in able])
-    number = min(int(np.searchsorted(given, missing)) + 1, len(able))  # about so many
-    if fits(number):
-        while number > 1 and fits(number - 1):
-            number -= 1
-        return tuple(able[:number])
-    while number < len(able):
-        number += 1
-        if fits(number):
-            return tuple(able[:number])
-    return None
+    while high - low > 1:  # about so many, as blocks give alike
+        share = least / (least - most) if least > most else 0.5
+        number = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
+        found = missing(number)
+        if found > 0:
+            low, least = number, found
+        else:
+            high, most = number, found
+    return tuple(able[:high])
 
 
 def _saved_bytes(stager: Stager) -> Floats:

@@ -51,6 +51,9 @@ Progress = Callable[[str], None]
 MAX_SOLVED = 48
 """Work limit of the search, in solved candidates."""
 
+_MOST_NEAR = 24
+"""Cuts near the best plan's that are simulated."""
+
 _FIRST_MESHES = 4
 """Meshes of which one candidate is solved before its turn: what is slower than a plan that is known
 need not be known exactly.
@@ -131,11 +134,12 @@ class Search:
             queue.append((self.rough_bound(candidate), number, 0))
         if all(solved is None for solved in started.values()):
             self._dive([candidates[number] for _, number, _ in sorted(queue)], started)
-        found = (solved for solved in started.values() if solved is not None)
-        start = min(found, key=lambda solved: solved.step_s, default=None)
+        known = (solved for solved in started.values() if solved is not None)
+        start = min(known, key=lambda solved: solved.step_s, default=None)
         enough = self._enough_s = cutoff_s if start is None else min(cutoff_s, start.step_s)
         heapq.heapify(queue)
         refine = (self.scalar_bound, self.bound, self.layout_bound)
+        fastest: Candidate | None = None
         while queue and len(result.solved) < MAX_SOLVED:
             bound, number, step = queue[0]
             if not math.isfinite(bound) or (result.best and bound >= result.best.step_s):
@@ -156,9 +160,13 @@ class Search:
                 continue
             result.solved.append(solved)
             if result.best is None or solved.step_s < result.best.step_s:
-                result.best = solved
+                result.best, fastest = solved, candidate
                 self._enough_s = min(self._enough_s, solved.step_s)
         self._enough_s = math.inf
+        if result.best is not None and fastest is not None:
+            near = self._with_near_cuts(fastest, result.best)
+            result.solved = [near if found is result.best else found for found in result.solved]
+            result.best = near
         if start is not None and (result.best is None or start.step_s < result.best.step_s):
             result.best = start  # a limit ended the search
             result.solved.append(start)
@@ -387,6 +395,32 @@ class Search:
                 found.append(simulate_cuts(chosen.candidate, setting, solution, chosen, cuts))
         return min(found, key=lambda solved: solved.step_s, default=None)
 
+    def _with_near_cuts(self, candidate: Candidate, solved: Solved) -> Solved:
+        """A solved candidate with single cuts moved by a block, as long as that is faster: cuts are
+        chosen by bounds, which do not see all that the simulator does.
+        """
+        if candidate.cuts == "even" or candidate.virtual_stages > 1:
+            return solved
+        stager = replace(solved.stager, candidate=candidate)
+        tried, left = {solved.cuts}, _MOST_NEAR
+        while left > 0:
+            found: list[Solved] = []
+            for cuts in _near_cuts(solved)[:left]:
+                chosen = self._within(stager, cuts) if cuts not in tried else None
+                if chosen is not None:
+                    found.append(
+                        simulate_cuts(
+                            chosen.candidate, solved.setting, solved.solution, chosen, cuts
+                        )
+                    )
+                tried.add(cuts)
+            left -= len(found)
+            best = min(found, key=lambda other: other.step_s, default=solved)
+            if best.step_s >= solved.step_s:
+                return solved
+            solved = best
+        return solved
+
     def _cuts(
         self, candidate: Candidate, stager: Stager, times: StageTimes | None = None
     ) -> tuple[tuple[int, ...], ...]:
@@ -454,6 +488,19 @@ def _least_again_s(stager: Stager, setting: Setting, both: Floats, runs: Runs) -
     priced = {price: setting.priced(price) for price in setting.prices()}
     least = again_s(stager, runs, exact=False)
     return np.maximum(least, priced_again_s(stager, runs, priced, both))
+
+
+def _near_cuts(solved: Solved) -> list[tuple[int, ...]]:
+    """Cuts of which one is a block off, those of the busiest stage first."""
+    cuts, busy = solved.cuts, solved.simulation.busy_s
+    near = []
+    for index in range(1, len(cuts) - 1):
+        for shift in (1, -1):  # the stage that gets smaller is the one after, or before
+            moved = cuts[index] + shift
+            if cuts[index - 1] < moved < cuts[index + 1]:
+                smaller = index if shift == 1 else index - 1
+                near.append((-busy[smaller], (*cuts[:index], moved, *cuts[index + 1 :])))
+    return [other for _, other in sorted(near)]
 
 
 def _variants(candidate: Candidate) -> tuple[Candidate, ...]:

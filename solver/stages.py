@@ -325,7 +325,7 @@ class Stager:
         return np.array([in_flight(candidate, stage).max() for stage in range(candidate.pp)])
 
     def _overlaps(self, stage: int) -> bool:
-        return bool(self.flying[stage] > 1)
+        return bool(in_flight(self.candidate, stage).max() > 1)
 
     def _parameter_bytes(self, numel: Floats, experts: Floats) -> tuple[Floats, Floats]:
         """Bytes of parameters, gradients and optimizer state, and of gradients widened to fp32."""
