@@ -173,7 +173,18 @@ def _check_virtual(pin: Pins) -> None:
         raise InputError(
             "schedule='zero_bubble' and pp=1 are pinned, but one stage waits for no others"
         )
-    if pin.get("extra_in_flight") and pin.get("schedule", "1f1b") not in DEEPENED:
+    extra = pin.get("extra_in_flight")
+    if extra and virtual not in (None, 1) and "schedule" not in pin:
+        raise InputError(
+            f"extra_in_flight={extra} and virtual_stages={virtual} are pinned, but interleaved "
+            "1F1B has no more micro-batches in flight",
+            hint="pin schedule=zero_bubble, or leave one of them open",
+        )
+    if extra and pp == 1:
+        raise InputError(
+            f"extra_in_flight={extra} and pp=1 are pinned, but one stage waits for no others"
+        )
+    if extra and pin.get("schedule", "1f1b") not in DEEPENED:
         raise InputError(
             f"extra_in_flight={pin['extra_in_flight']} and schedule={pin['schedule']!r} are "
             f"pinned; only {' and '.join(DEEPENED)} can have more micro-batches in flight"

@@ -21,7 +21,7 @@ from autopar.api.request import make_request
 from autopar.capture import ModelSource, open_model
 from autopar.ir.errors import ClusterError, PlanFormatError
 from autopar.ir.graph import ModelGraph
-from autopar.ir.plan import ClusterRef, Plan, from_json, to_json
+from autopar.ir.plan import ClusterRef, Plan, from_json, read_plan, to_json
 from autopar.ir.program import Program
 from autopar.passes import lower_evaluation, lower_plan
 from autopar.runtime import (
@@ -121,7 +121,7 @@ def compile(
     model: str | Path | nn.Module,
     cluster: Cluster,
     *,
-    plan: Plan | None = None,
+    plan: Plan | str | Path | None = None,
     optimizer: OptimizerName | OptimizerFactory = "adamw",
     **arguments: Unpack[CompileArguments],
 ) -> CompiledModel:
@@ -132,7 +132,8 @@ def compile(
     model ``model`` and ``cluster`` are enough.
 
     Args:
-        plan: Use this plan instead of searching one; the arguments that planning takes are ignored.
+        plan: Use this plan, or the one in this file, instead of searching one; the arguments that
+            planning takes are ignored.
         optimizer: A name, or a function from a list of parameters (this rank's shards) to an
             optimizer; memory is then planned as for AdamW.
         arguments: As of ``autopar.plan``; see ``CompileArguments`` (``autopar.api.arguments``).
@@ -155,6 +156,8 @@ def compile(
         factory = optimizer
     else:
         named = optimizer
+    if isinstance(plan, str | Path):
+        plan = read_plan(plan)
     if plan is not None:
         if plan.cluster.fingerprint != cluster.fingerprint:
             raise ClusterError(

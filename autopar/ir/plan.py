@@ -315,7 +315,12 @@ class Plan:
         return tuple(parse_state(found.get(axis, "I")) for axis in LAYOUT_AXES)
 
     def explain(self) -> str:
-        """The plan in words: decisions, time and memory by cause, collectives, and what lost."""
+        """The plan in words: decisions, time and memory by cause, collectives, and what lost.
+
+        Raises:
+            PlanFormatError: Its predictions are not those of its stages, or out of range.
+        """
+        check_prediction(self)
         return explain(self)
 
     def save(self, path: str | Path) -> None:
@@ -415,8 +420,30 @@ def _check_consistency(plan: Plan, where: str) -> None:
         expected = segment.last_block + 1
     _check_schedule(plan.schedule, stages, where)
     _check_settings(plan, where)
+    blocks = plan.schedule.recomputed_blocks
+    if any(not 0 <= block <= plan.segments[-1].last_block for block in blocks):
+        raise PlanFormatError("recomputed_blocks that the plan does not have", where=where)
     if plan.prediction.action_costs is not None:
         _check_costs(plan, plan.prediction.action_costs, where)
+
+
+def check_prediction(plan: Plan) -> None:
+    """Raise ``PlanFormatError`` unless every stage is predicted once, and what is proved is no more
+    than what was found: a plan runs without that, but says nothing.
+    """
+    prediction, proved, where = plan.prediction, plan.certificate, plan.model.name
+    stages = [rank.stage for rank in prediction.ranks]
+    if stages != list(range(plan.mesh.pp)):
+        raise PlanFormatError(
+            f"predictions of stages {stages}, but the plan has {plan.mesh.pp} of them", where=where
+        )
+    numbers = (prediction.step_s, proved.objective_s)
+    if not all(0 < number < math.inf for number in numbers) or prediction.usable_bytes < 1:
+        raise PlanFormatError("a predicted step or memory is out of range", where=where)
+    if not 0 <= proved.bound_s <= proved.objective_s * (1 + 1e-9) or not 0 <= proved.gap <= 1:
+        raise PlanFormatError(
+            f"a bound of {proved.bound_s} s is not one of {proved.objective_s} s", where=where
+        )
 
 
 def _check_schedule(schedule: SchedulePlan, stages: list[int], where: str) -> None:

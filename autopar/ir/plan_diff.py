@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
-from autopar.ir.plan import ParameterPlan, Plan
+from autopar.ir.plan import ParameterPlan, Plan, check_prediction
 from autopar.ir.tables import columns
 from autopar.ir.units import bytes_text, seconds_text
 
@@ -76,6 +76,8 @@ class PlanDiff:
 
 def diff_plans(one: Plan, other: Plan, *, names: tuple[str, str] = ("a", "b")) -> PlanDiff:
     """What differs between two plans, whatever models and clusters they are for."""
+    for plan in (one, other):
+        check_prediction(plan)
     first, second = one.prediction, other.prediction
     return PlanDiff(
         names=names,

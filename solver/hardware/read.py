@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -111,6 +112,8 @@ class _Reader:
         """A number that is not negative (and positive where nothing else makes sense)."""
         if isinstance(found, bool) or not isinstance(found, int | float):
             raise ClusterError(f"{path} must be a number, not {found!r}", where=self.where)
+        if not math.isfinite(found):
+            raise ClusterError(f"{path} must be a finite number, not {found}", where=self.where)
         if found < 0 or (found == 0 and path not in _MAY_BE_ZERO):
             raise ClusterError(f"{path} must be positive, not {found}", where=self.where)
         if kind is int and found != int(found):
@@ -123,6 +126,10 @@ class _Reader:
         share = share and path != "efficiency.tile_ramp"
         if share and found > 1:
             raise ClusterError(f"{path} is a share: at most 1, not {found}", where=self.where)
+        if path == "node_link.lost_per_rank" and found >= 2:
+            raise ClusterError(
+                f"{path} leaves two ranks no bandwidth: less than 2, not {found}", where=self.where
+            )
         return kind(found)
 
 

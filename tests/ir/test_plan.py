@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import math
 from typing import Any, get_args
 
 import jsonschema
@@ -37,7 +39,10 @@ from autopar.ir.plan import (
     read_plan,
     to_json,
 )
+from autopar.ir.plan_diff import diff_plans
 from autopar.ir.plan_search import Alternative, DecisionValue, SearchReport, WhatIf
+from autopar.solver import Cluster, solve
+from tests.solver.small import MODEL, TRAINING
 
 TEXT = st.text(max_size=8)
 NAMES = st.text("abc.0", min_size=1, max_size=6)
@@ -368,3 +373,44 @@ def test_decisions_that_contradict_each_other_are_refused(plan: Plan):
     for said, contradiction in wrong:
         with pytest.raises(PlanFormatError, match=said):
             from_json(to_json(contradiction))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ranks": ()},
+        {"step_s": 0.0},
+        {"step_s": math.nan},
+        {"usable_bytes": -5},
+    ],
+)
+def test_predictions_that_say_nothing_are_refused_where_they_are_read(
+    changes: dict[str, Any],
+) -> None:
+    plan = _planned()
+    edited = dataclasses.replace(plan, prediction=dataclasses.replace(plan.prediction, **changes))
+    with pytest.raises(PlanFormatError):
+        edited.explain()
+    with pytest.raises(PlanFormatError):
+        diff_plans(plan, edited)
+
+
+@pytest.mark.parametrize("changes", [{"bound_s": 1e9}, {"gap": 5.0}, {"objective_s": 0.0}])
+def test_what_proves_nothing_is_refused(changes: dict[str, Any]) -> None:
+    plan = _planned()
+    proved = dataclasses.replace(plan.certificate, **changes)
+    with pytest.raises(PlanFormatError):
+        dataclasses.replace(plan, certificate=proved).explain()
+
+
+def test_recomputed_blocks_are_those_of_the_plan() -> None:
+    plan = _planned()
+    schedule = dataclasses.replace(plan.schedule, recompute="blocks", recomputed_blocks=(99, -1))
+    with pytest.raises(PlanFormatError, match="recomputed_blocks"):
+        from_json(to_json(dataclasses.replace(plan, schedule=schedule)))
+
+
+@functools.cache
+def _planned() -> Plan:
+    cluster = Cluster("cpu-local", gpus_per_node=4)
+    return solve(MODEL, cluster, global_batch_size=8, training=TRAINING, pin={"pp": 2})

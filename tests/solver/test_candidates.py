@@ -3,12 +3,14 @@
 import itertools
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.ir.errors import InputError
 from autopar.solver import Cluster
 from autopar.solver.candidates import Divisible
+from autopar.solver.pins import Pins, check_pins
 from autopar.solver.space import candidates
 
 DECISIONS = (
@@ -80,3 +82,15 @@ def test_candidates_are_those_that_the_docs_state(
     assert len(made) == len(expected)
     assert {one.recompute for one in found} == {"blocks"}
     assert {one.cuts for one in found} == {"balanced"}
+
+
+@pytest.mark.parametrize(
+    ("pin", "said"),
+    [
+        ({"pp": 2, "virtual_stages": 2, "extra_in_flight": 1}, "interleaved 1F1B has no more"),
+        ({"pp": 1, "extra_in_flight": 1}, "one stage waits for no others"),
+    ],
+)
+def test_more_in_flight_that_cannot_be_is_refused(pin: Pins, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        check_pins(pin, Cluster("cpu-local", gpus_per_node=4), 8)
