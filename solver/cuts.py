@@ -168,6 +168,9 @@ class Reach:
 _ABOVE = 1 + 1e-9
 """Rounding takes nothing out of a window."""
 
+_BEYOND = 1 + 1e-12
+"""What is in no window of a threshold is beyond it."""
+
 
 def best_cuts(
     cost: Callable[[Windows], Floats],
@@ -201,12 +204,12 @@ def best_cuts(
             if value <= threshold_s or (windows.low, windows.high) == (widest.low, widest.high):
                 return value, cuts
             if threshold_s >= enough_s:
-                return threshold_s, ()
+                return threshold_s * _BEYOND, ()
             if math.isfinite(value):
                 threshold_s = value
                 continue
         elif threshold_s >= enough_s:
-            return threshold_s, ()
+            return threshold_s * _BEYOND, ()
         slack *= 2
         threshold_s = least_s * (1 + slack)
 

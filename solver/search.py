@@ -132,7 +132,7 @@ class Search:
         for number in order:
             candidate = candidates[number]
             queue.append((self.rough_bound(candidate), number, 0))
-        if all(solved is None for solved in started.values()):
+        if math.isinf(cutoff_s) and all(solved is None for solved in started.values()):
             self._dive([candidates[number] for _, number, _ in sorted(queue)], started)
         known = (solved for solved in started.values() if solved is not None)
         start = min(known, key=lambda solved: solved.step_s, default=None)
