@@ -30,7 +30,6 @@ from autopar.solver.facts import (
 from autopar.solver.hardware import Cluster
 from autopar.solver.layout.check import kind_costs
 from autopar.solver.layout.costing import Coster
-from autopar.solver.layout.frame import ClassRole
 from autopar.solver.layout.frontier import FrontierPoint
 from autopar.solver.layout.make import make_problem
 from autopar.solver.layout.model_facts import ModelFacts
@@ -124,11 +123,7 @@ class Setting:
             backward=tuple(map(float, counts)),
             step=0.0,
             held=tuple(TIE_BREAK_S_PER_BYTE * count for count in counts),
-            parameters=tuple(
-                TIE_BREAK_S_PER_BYTE if found.role is ClassRole.BOUNDARY else 0.0
-                for found in self.problem.classes
-            ),
-            transient=TIE_BREAK_S_PER_BYTE,
+            parameters=(0.0,) * len(self.problem.classes),
         )
 
     def _repeated(self, kind: int, recompute: RecomputeName) -> float:
@@ -182,10 +177,8 @@ class Setting:
 
     def _most_bytes(self) -> float:
         """No layout has more bytes that break ties."""
-        ops, classes = self.problem.ops, self.problem.classes
-        kept = sum(held.num_bytes for held in self.problem.held) * max(self.problem.counts)
-        transient = sum(max(option.transient_bytes for option in op.options) for op in ops)
-        return kept + transient + sum(max(found.numel, default=0) for found in classes)
+        kept = sum(held.num_bytes for held in self.problem.held)
+        return float(kept * max(self.problem.counts))
 
     def tight(self) -> BlockCosts:
         """``least``, with what a block of each kind takes forward and keeps at the least as a

@@ -96,8 +96,6 @@ def step_seconds(problem: Problem, solution: Solution) -> float:
 def objective(problem: Problem, solution: Solution, weights: Weights) -> float:
     """The objective of ``weights`` at ``solution``."""
     total = weights.step * step_seconds(problem, solution)
-    for op, choice in zip(problem.ops, solution.choices, strict=True):
-        total += weights.transient * op.options[choice].transient_bytes
     for kind, cost in enumerate(kind_costs(problem, solution)):
         total += weights.forward[kind] * cost.forward_s + weights.backward[kind] * cost.backward_s
         total += weights.held[kind] * cost.held_bytes

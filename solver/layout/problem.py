@@ -184,7 +184,7 @@ class Weights:
     """The objective: over kinds, ``forward`` · seconds forward + ``backward`` · seconds backward.
 
     Plus ``step`` · seconds once a step, plus over kinds ``held`` · bytes held, plus over classes
-    ``parameters`` · elements, plus ``transient`` · bytes of each op's operands and results.
+    ``parameters`` · elements.
     """
 
     forward: tuple[float, ...]
@@ -192,7 +192,6 @@ class Weights:
     step: float
     held: tuple[float, ...]
     parameters: tuple[float, ...]
-    transient: float = 0.0
 
 
 TIE_BREAK_S_PER_BYTE = 1e-18

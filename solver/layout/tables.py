@@ -93,7 +93,6 @@ class Costs:
     kind: NDArray[np.intp]  # of options and moves
     forward_s: Floats
     backward_s: Floats
-    transient_bytes: Floats  # of options; moves have none
     held_kind: NDArray[np.intp]
     held_bytes: Floats
     step_s: Floats
@@ -106,7 +105,6 @@ class Costs:
 def costs_of(problem: Problem) -> Costs:
     """The numbers of a problem as vectors."""
     seconds = [(op.kind, o.forward_s, o.backward_s) for op in problem.ops for o in op.options]
-    transient = [float(o.transient_bytes) for op in problem.ops for o in op.options]
     seconds += [
         (value.kind, move.forward_s, move.backward_s)
         for value in problem.values
@@ -124,7 +122,6 @@ def costs_of(problem: Problem) -> Costs:
         kind=np.array([kind for kind, _, _ in seconds], dtype=np.intp),
         forward_s=np.array([forward for _, forward, _ in seconds]),
         backward_s=np.array([backward for _, _, backward in seconds]),
-        transient_bytes=np.array(transient + [0.0] * (len(seconds) - len(transient))),
         held_kind=np.array([held.kind for held in problem.held], dtype=np.intp),
         held_bytes=np.array([float(held.num_bytes) for held in problem.held]),
         step_s=np.array([seconds for found in problem.classes for seconds in found.step_s]),
@@ -145,7 +142,7 @@ def cost_vector(costs: Costs, weights: Weights) -> Floats:
     seconds = forward[costs.kind] * costs.forward_s + backward[costs.kind] * costs.backward_s
     return np.concatenate(
         [
-            seconds + weights.transient * costs.transient_bytes,
+            seconds,
             np.array(weights.held)[costs.held_kind] * costs.held_bytes,
             weights.step * costs.step_s
             + parameters[costs.state_class] * costs.numel
