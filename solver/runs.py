@@ -107,11 +107,6 @@ def all_runs(num_blocks: int, stage: int) -> Runs:
     )
 
 
-def cut_runs(cuts: tuple[int, ...]) -> Runs:
-    """The stages of one choice of cuts: the first block of each, then the number of blocks."""
-    return Runs(stage=np.arange(len(cuts) - 1), first=np.array(cuts[:-1]), end=np.array(cuts[1:]))
-
-
 @functools.lru_cache(maxsize=64)  # candidates that differ in their schedule ask for the same
 def _maxima(data: bytes) -> Floats:
     """``[k, i]``: the largest of the 2ᵏ values from ``i`` on."""

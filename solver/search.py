@@ -390,10 +390,18 @@ class Search:
             for variant in _variants(candidate)
         ]
         for cuts in dict.fromkeys(itertools.chain.from_iterable(tried)):
-            chosen = self._within(stager, cuts)
-            if chosen is not None:
-                found.append(simulate_cuts(chosen.candidate, setting, solution, chosen, cuts))
+            solved = self._simulated(stager, setting, solution, cuts)
+            found += [solved] if solved is not None else []
         return min(found, key=lambda solved: solved.step_s, default=None)
+
+    def _simulated(
+        self, stager: Stager, setting: Setting, solution: Solution, cuts: tuple[int, ...]
+    ) -> Solved | None:
+        """With these cuts; None where it does not fit."""
+        chosen = self._within(stager, cuts)
+        if chosen is None:
+            return None
+        return simulate_cuts(chosen.candidate, setting, solution, chosen, cuts)
 
     def _with_near_cuts(self, candidate: Candidate, solved: Solved) -> Solved:
         """A solved candidate with single cuts moved by a block, as long as that is faster: cuts are
@@ -406,13 +414,9 @@ class Search:
         while left > 0:
             found: list[Solved] = []
             for cuts in _near_cuts(solved)[:left]:
-                chosen = self._within(stager, cuts) if cuts not in tried else None
-                if chosen is not None:
-                    found.append(
-                        simulate_cuts(
-                            chosen.candidate, solved.setting, solved.solution, chosen, cuts
-                        )
-                    )
+                if cuts not in tried:
+                    near = self._simulated(stager, solved.setting, solved.solution, cuts)
+                    found += [near] if near is not None else []
                 tried.add(cuts)
             left -= len(found)
             best = min(found, key=lambda other: other.step_s, default=solved)

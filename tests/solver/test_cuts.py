@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autopar.solver.cuts import Reach, Windows, all_windows, best_cuts
 from autopar.solver.facts import Floats
-from autopar.solver.runs import all_runs, cut_runs
+from autopar.solver.runs import Runs, all_runs
 from autopar.solver.virtual_cuts import even_cuts
 
 values = st.floats(0.1, 9.0)
@@ -96,7 +96,7 @@ def test_runs_are_sums_and_maxima(drawn: list[float]) -> None:
         assert math.isclose(sums[i, j], sum(drawn[i:j]), abs_tol=1e-9)
         assert maxima[i, j] == max(drawn[i:j])
         assert runs.length[i, j] == j - i
-    whole = cut_runs((0, num))
+    whole = Runs(stage=np.array([0]), first=np.array([0]), end=np.array([num]))
     assert whole.maxima(np.array(drawn)).tolist() == [max(drawn)]
 
 
