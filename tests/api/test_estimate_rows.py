@@ -16,6 +16,7 @@ from autopar.api import estimate_rows
 from autopar.estimation import EstimateRow, ModelShape, cluster_of, pins_of, settings_of
 from autopar.estimation.predictions import COLUMNS, Record
 from autopar.ir.errors import InputError
+from tests.rows import estimate_row
 
 SHAPE = ModelShape(
     hidden=64, layers=4, heads=4, kv_heads=2, ffn=128, mlp="swiglu", vocab=128, seq=32
@@ -24,27 +25,8 @@ GPT = ModelShape(hidden=64, layers=3, heads=4, kv_heads=4, ffn=256, mlp="gelu4h"
 
 
 def row(number: int, shape: ModelShape = SHAPE, **changes: Any) -> EstimateRow:
-    base = EstimateRow(
-        row=number,
-        id=f"row-{number}",
-        shape=shape,
-        gpu="a100-80gb",
-        world_size=16,
-        global_batch=32,
-        micro_batch=1,
-        tp=1,
-        pp=1,
-        dp=16,
-        vpp=1,
-        seq_parallel=False,
-        act_ckpt="none",
-        zero_stage=0,
-        zero_shard=1,
-        kernel="flash_attention2",
-        precision="bf16",
-        comm_precision="half",
-        grads_fp32=False,
-        node_net_gbps=None,
+    base = estimate_row(
+        shape, row=number, id=f"row-{number}", world_size=16, global_batch=32, dp=16
     )
     return replace(base, **changes)
 

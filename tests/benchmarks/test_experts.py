@@ -4,32 +4,24 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.estimation import EstimateRow, ModelShape, pins_of
+from autopar.estimation import ModelShape, pins_of
 from benchmarks.experts import Compared, Planner, groups_of, left_out, print_violations
+from tests.rows import estimate_row
 
-ROW = EstimateRow(
-    row=2,
-    id="a",
-    shape=ModelShape(
+ROW = estimate_row(
+    ModelShape(
         hidden=512, layers=4, heads=8, kv_heads=8, ffn=2048, mlp="gelu4h", vocab=4096, seq=512
     ),
-    gpu="a100-80gb",
+    id="a",
     world_size=8,
     global_batch=32,
     micro_batch=2,
     tp=2,
     pp=2,
     dp=2,
-    vpp=1,
     seq_parallel=True,
-    act_ckpt="none",
     zero_stage=1,
     zero_shard=2,
-    kernel="flash_attention2",
-    precision="bf16",
-    comm_precision="half",
-    grads_fp32=False,
-    node_net_gbps=None,
 )
 ROWS = [
     ROW,

@@ -29,32 +29,12 @@ from benchmarks.fit.memory import RESERVE, fit_memory, memories
 from benchmarks.fit.numbers import MEMORY, NUM_FITTED, TIMES, page_table
 from benchmarks.fit.runs import Run, lay_out
 from benchmarks.fit.workers import Fitter
+from tests.rows import estimate_row
 
 SHAPE = ModelShape(
     hidden=4096, layers=2, heads=32, kv_heads=32, ffn=11008, mlp="swiglu", vocab=32000, seq=2048
 )
-ROW = EstimateRow(
-    row=2,
-    id="",
-    shape=SHAPE,
-    gpu="a100-80gb",
-    world_size=8,
-    global_batch=64,
-    micro_batch=4,
-    tp=1,
-    pp=1,
-    dp=8,
-    vpp=1,
-    seq_parallel=False,
-    act_ckpt="none",
-    zero_stage=0,
-    zero_shard=1,
-    kernel="flash_attention2",
-    precision="bf16",
-    comm_precision="half",
-    grads_fp32=False,
-    node_net_gbps=None,
-)
+ROW = estimate_row(SHAPE, world_size=8, global_batch=64, micro_batch=4, dp=8)
 LAYOUTS = (
     ROW,
     replace(ROW, tp=8, dp=1, seq_parallel=True),
