@@ -32,16 +32,19 @@ in t, t − f and t − g, so that these three are what is bounded below (``Stag
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.solver.cuts import Reach, Windows
+from autopar.solver.cuts import best_cuts
 from autopar.solver.facts import Floats
-from autopar.solver.recomputing import again_s
-from autopar.solver.runs import Runs
+from autopar.solver.reach import Floor, Reach
+from autopar.solver.recomputing import again_s, least_with_again
+from autopar.solver.runs import Runs, prefixes
 from autopar.solver.stages import Stager
+from autopar.solver.windows import Windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,10 +82,8 @@ def exact_times(stager: Stager) -> StageTimes:
     return StageTimes(both=forward + backward, forward=forward, backward=backward)
 
 
-def _before(values: Floats) -> Floats:
-    """For each row, the sums of all before each, then of all."""
-    return np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
-
+_MOST_RUNS = 1_000_000
+"""Work limit: models of hundreds of blocks have more runs where windows are wide."""
 
 AgainSeconds = Callable[[Runs], Floats]
 """Seconds per micro-batch of what runs compute again so that they fit; inf where they do not."""
@@ -109,21 +110,38 @@ class StageBounds:
     @property
     def reach(self) -> Reach:
         """Which stages may be within a threshold."""
-        candidate, flying = self.stager.candidate, self.stager.flying[:, None]
-        num_bytes, room = self.stager.least_run_bytes()
-        waiting = np.tile((candidate.num_micro_batches - 1) * self.times.both, (candidate.pp, 1))
+        candidate, stager = self.stager.candidate, self.stager
+        num, stages = candidate.num_micro_batches, candidate.pp
+        work, waiting = num * self.before, (num - 1) * self.times.both
+        waiting = np.tile(waiting, (stages, 1))
         if candidate.schedule == "1f1b":  # (B)
-            waiting = np.maximum(0.0, waiting - (flying - 1) * self.times.forward)
+            ahead = stager.flying[:, None] - 1
+            waiting = prefixes(np.maximum(0.0, waiting - ahead * self.times.forward))
         else:
             waiting[:-1] = 0.0
+            waiting = prefixes(waiting)
+        all_s = self.total + float(self.messages[0])
+        values, largest = self._stream()
+        values = values + stager.optimizer_s() + stager.costs.step_s
+        stream = np.tile(prefixes(values[None]), (stages, 1))
+        once = stager.cluster.hardware.runtime.step_s - largest * float(stager.gather_s().max())
         return Reach(
-            seconds=self.before,
-            num_micro_batches=candidate.num_micro_batches,
-            waiting=_before(waiting),
-            all_s=self.total + float(self.messages[0]),
-            num_bytes=_before(num_bytes),
-            room=room,
+            seconds=(
+                Floor(
+                    first=np.tile(work - self.before, (stages, 1)), end=np.tile(work, (stages, 1))
+                ),
+                Floor(first=waiting, end=waiting + all_s),
+                Floor(first=stream, end=stream + once),  # (D)
+            ),
+            priced=least_with_again(stager, self.times.both),
+            memory=(stager.least_run_bytes().floor(),),
         )
+
+    def best_s(self, *, guess_s: float = 0.0, enough_s: float = math.inf) -> float:
+        """No cuts are faster; for the arguments see ``best_cuts``."""
+        return best_cuts(
+            self, self.reach, guess_s=guess_s, enough_s=enough_s, most_runs=_MOST_RUNS
+        )[0]
 
     def __call__(self, windows: Windows) -> Floats:
         """Of every stage in the windows: with it no step is faster; inf where it does not fit."""
@@ -214,7 +232,8 @@ class StageBounds:
         way = self.messages[0] / 2
         passed = np.concatenate([[0.0], np.cumsum(self.times.forward)[:-1] + way])[runs.first]
         returned = np.concatenate([[0.0], np.cumsum(self.times.backward)[:-1] + way])[runs.first]
-        stream, slow = gathers + reductions, np.zeros(gathers.shape)
+        values, largest = self._stream()
+        stream, slow = runs.sums(values) - largest * runs.maxima(gather), np.zeros(gathers.shape)
         first, last, behind = gathers, reductions, slow
         if candidate.per_block:
             first, last = gather[runs.first] + slow, reduce[runs.first] + slow
@@ -226,10 +245,6 @@ class StageBounds:
                 if num >= candidate.pp + 1:
                     first = np.maximum(first, gathers - runs.sums(self.times.forward))
                     last = np.maximum(last, reductions - runs.sums(self.times.backward) - again)
-            elif zero == 3:
-                stream = (each + reductions) * (num if candidate.schedule == "1f1b" else 1)
-            elif zero == 2 and candidate.schedule == "1f1b":
-                stream = gathers + num * reductions
             if candidate.schedule == "1f1b" and zero >= 2:  # (E)
                 queued = np.where(runs.first > 0, returned, 0.0)  # behind the last backward
                 slow = slowdown * np.maximum(0.0, (num - 1) * reductions - queued)
@@ -242,10 +257,23 @@ class StageBounds:
         once = once + stager.cluster.hardware.runtime.step_s
         added = np.maximum(0.0, first - passed) + np.maximum(behind, last + once - returned)
         if candidate.pp == 1 and candidate.per_block:  # nothing to wait for: hidden or exposed
-            total = stream
-            if candidate.schedule == "1f1b" and zero == 3:
-                total = num * (each + reductions)
             firsts = gather[runs.first] + reduce[runs.first]
-            hidden = slowdown * np.maximum(0.0, total - firsts)
+            hidden = slowdown * np.maximum(0.0, stream - firsts)
             added, slow = np.maximum(added + slow, firsts + hidden + once), np.zeros(slow.shape)
         return added, slow, stream + once
+
+    def _stream(self) -> tuple[Floats, int]:
+        """Seconds of the gathers and reductions of each block in a step; in a stage they are so
+        many times less the longest gather of its blocks, which is kept from one pass to the next.
+        """
+        candidate, gather, reduce = (
+            self.stager.candidate,
+            self.stager.gather_s(),
+            self.stager.reduce_s(),
+        )
+        again = candidate.num_micro_batches if candidate.schedule == "1f1b" else 1
+        if not candidate.per_block or candidate.zero_stage < 2:
+            return gather + reduce, 0
+        if candidate.zero_stage == 2:
+            return gather + again * reduce, 0
+        return again * (2 * gather + reduce), 2 * again

@@ -9,11 +9,11 @@ import numpy as np
 
 from autopar.ir.errors import InfeasibleError
 from autopar.solver.candidates import Candidate
-from autopar.solver.cuts import all_windows
 from autopar.solver.instance import Instance
 from autopar.solver.relaxations import relaxations
 from autopar.solver.search import Search
 from autopar.solver.virtual_cuts import virtual_cuts
+from autopar.solver.windows import all_windows
 
 _UNVERIFIED = ("shorter sequences", "GPUs with more memory", "a smaller model")
 """What helps where no change was found that does."""

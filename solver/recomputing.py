@@ -15,10 +15,17 @@ import numpy as np
 from autopar.solver.candidates import Candidate
 from autopar.solver.facts import Floats
 from autopar.solver.in_flight import in_flight
-from autopar.solver.runs import Ints, Rounds, Runs
+from autopar.solver.reach import Floor
+from autopar.solver.runs import Ints, Rounds, Runs, prefixes
 from autopar.solver.stages import ROUNDED_BYTES, Stager
 
 _BYTE = 1.0
+
+_ABOVE = 1 + 1e-9
+"""Rounding takes nothing out of what fits."""
+
+_MOST_PRICES = 6
+"""Prices of a byte at which stages are bounded: of as many kinds of blocks."""
 
 
 def again_s(stager: Stager, runs: Runs, *, exact: bool = True) -> Floats:
@@ -88,6 +95,35 @@ def priced_again_s(
         # the last run keeps one micro-batch at a time
         found = np.where(runs.end == stager.costs.num_blocks, 0.0, found)
     return found
+
+
+def least_with_again(stager: Stager, both: Floats) -> tuple[Floor, ...]:
+    """Seconds of stages, all micro-batches after the work before them, with what they compute again
+    to fit: at some prices of a byte, a block costs the less of what it keeps and of its forward
+    again, and the room of a stage is sold.
+
+    Args:
+        stager: What is recomputed has to be left open; there is nothing otherwise.
+        both: Seconds of blocks, per micro-batch.
+    """
+    costs, candidate = stager.costs, stager.candidate
+    if candidate.recompute != "blocks" or candidate.recomputed_blocks:
+        return ()
+    least = stager.least_run_bytes()
+    saved = least.kept - least.again
+    able = saved > 0
+    rates = sorted(set((costs.forward_s[able] / saved[able]).tolist()))
+    found, num = [], candidate.num_micro_batches
+    before = np.concatenate([[0.0], np.cumsum(both)])
+    numbers = least.numbers[:, None]
+    for rate in rates[:: math.ceil(len(rates) / _MOST_PRICES) or 1]:
+        prices = rate / numbers  # at which blocks of this rate may be recomputed or not
+        again = np.where(able, costs.forward_s + rate * least.again, np.inf)
+        blocks = both + np.minimum(rate * least.kept, again) + prices * least.parameters
+        work = num * prefixes(blocks)
+        sold = num * prices * least.room[:, None] * _ABOVE
+        found.append(Floor(first=work - before, end=work - sold))
+    return tuple(found)
 
 
 def least_cut_again_s(stager: Stager, rounds: Rounds) -> Floats:

@@ -107,6 +107,11 @@ def all_runs(num_blocks: int, stage: int) -> Runs:
     )
 
 
+def prefixes(values: Floats) -> Floats:
+    """For each row, the sums of all before each, then of all."""
+    return np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
+
+
 @functools.lru_cache(maxsize=64)  # candidates that differ in their schedule ask for the same
 def _maxima(data: bytes) -> Floats:
     """``[k, i]``: the largest of the 2ᵏ values from ``i`` on."""

@@ -283,7 +283,7 @@ class Search:
             stager = self.stager(candidate, setting.tight())
             again = functools.partial(_least_again_s, stager, setting, times.both)
         bounds = StageBounds(stager, times.plus_backward(added), again)
-        return best_cuts(bounds, bounds.reach, enough_s=self._enough_s)[0]
+        return bounds.best_s(enough_s=self._enough_s)
 
     def frontier_bound(self, candidate: Candidate) -> float:
         """Over all trades of time for memory in the blocks that repeat: what takes least keeps
@@ -298,7 +298,7 @@ class Search:
             longer = times.plus(np.maximum(0.0, both - times.both)).plus_backward(stager.adding_s())
             bounds = StageBounds(stager, longer, again)
             enough_s = min(best, self._enough_s)
-            best = min(best, best_cuts(bounds, bounds.reach, guess_s=least, enough_s=enough_s)[0])
+            best = min(best, bounds.best_s(guess_s=least, enough_s=enough_s))
         return best
 
     def layout_bound(self, candidate: Candidate) -> float:
@@ -340,8 +340,7 @@ class Search:
         found = self._cuts(candidate, stager, times)
         if not found:  # no cuts fit: those that are fastest
             bounds = StageBounds(stager, times, lambda runs: np.zeros(runs.length.shape))
-            anywhere = replace(bounds.reach, room=math.inf)
-            found = (best_cuts(bounds, anywhere)[1],)
+            found = (best_cuts(bounds, bounds.reach.anywhere())[1],)
         return min(
             (simulate_cuts(candidate, setting, solution, stager, cuts) for cuts in found),
             key=lambda solved: solved.step_s,

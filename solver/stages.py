@@ -21,10 +21,14 @@ from autopar.solver.costs.parameters import ParameterCosts
 from autopar.solver.facts import BlockCosts, Floats
 from autopar.solver.hardware import Cluster
 from autopar.solver.in_flight import in_flight, in_parts
-from autopar.solver.runs import Rounds, Runs
+from autopar.solver.reach import Floor
+from autopar.solver.runs import Rounds, Runs, prefixes
 
 ROUNDED_BYTES = 16
 """Each cause of ``bytes_by_cause`` is rounded down: no sum of them is so much below the account."""
+
+_ABOVE = 1 + 1e-9
+"""Rounding makes nothing too large."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -341,20 +345,26 @@ class Stager:
         )
         return fixed, (sharded if zero >= 1 else numel) * sizes.widened
 
-    def least_run_bytes(self) -> tuple[Floats, float]:
-        """For each stage (a row), bytes of each block that no choice of recomputed blocks is below;
-        and what a stage has for them at the most. Of blocks at the end of a stage some count less.
-        """
+    def least_run_bytes(self) -> LeastBytes:
+        """What no run has fewer bytes than, as a sum over its blocks."""
         candidate, costs = self.candidate, self.costs
+        memory = self.cluster.hardware.memory
         parameters, _ = self._parameter_bytes(costs.numel, costs.expert_numel)
-        kept = self._kept[1]
+        kept = again = self._kept[1]
         if candidate.recompute == "blocks" and not candidate.recomputed_blocks:
-            kept = np.minimum(kept, np.minimum(costs.held_bytes, costs.input_bytes))
-            kept = np.where(costs.again("full") > 0, kept, 0.0)
+            again = np.minimum(kept, np.where(costs.again("full") > 0, costs.input_bytes, kept))
+        numbers = self.flying.copy()
         if candidate.schedule == "layered" and not candidate.per_block:
-            kept = np.zeros(kept.shape)
-        room = self.cluster.usable_bytes + ROUNDED_BYTES
-        return parameters + self.flying[:, None] * kept, room
+            numbers[-1] = 1  # the last segment has one micro-batch at a time
+        lost = np.array([1 + memory.lost_share(overlap=bool(n > 1)) for n in self.flying])
+        room = self.cluster.usable_bytes + ROUNDED_BYTES - memory.context_bytes
+        return LeastBytes(
+            parameters=parameters,
+            kept=kept,
+            again=again,
+            numbers=numbers * lost,
+            room=room - lost * float(costs.temporary_bytes.min()),
+        )
 
     def cut_peaks(self, rounds: Rounds) -> Floats:
         """Peak bytes of stages with virtual stages, parameters that several blocks share only
@@ -438,6 +448,29 @@ class Account:
             above_floor = np.where(share > 0, (room - self.floor) / share, np.inf)
         held = np.minimum(room / (1 + share), above_floor)
         return np.where(room >= self.floor, held, 0.0) - self.beside
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LeastBytes:
+    """Bytes of stages, at the least.
+
+    Attributes:
+        parameters: Of each block, with gradients and optimizer state.
+        kept, again: What a micro-batch keeps of each block, and of one that is recomputed.
+        numbers: Of micro-batches that each stage keeps it of, with what the allocator loses.
+        room: Of each stage for all of it.
+    """
+
+    parameters: Floats
+    kept: Floats
+    again: Floats
+    numbers: Floats
+    room: Floats
+
+    def floor(self) -> Floor:
+        """Of all, whatever is recomputed; at most 0 where it fits."""
+        num_bytes = prefixes(self.parameters + self.numbers[:, None] * self.again)
+        return Floor(first=num_bytes, end=num_bytes - self.room[:, None] * _ABOVE)
 
 
 def _seconds_of(links: Links, collective: Collective, num_bytes: Floats, group: Group) -> Floats:

@@ -19,18 +19,19 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.solver.bounds import AgainSeconds, StageBounds, StageTimes, exact_times
 from autopar.solver.candidates import Candidate
-from autopar.solver.cuts import Reach, Windows, best_cuts
+from autopar.solver.cuts import best_cuts
 from autopar.solver.facts import Floats
+from autopar.solver.reach import Floor, Reach
 from autopar.solver.recomputing import again_s
 from autopar.solver.runs import Runs
 from autopar.solver.search import Search
 from autopar.solver.stages import Stager
+from autopar.solver.windows import Windows
 
 
 class PartSearch(Search):
@@ -129,15 +130,13 @@ class PartBounds(StageBounds):
 
     @property
     def reach(self) -> Reach:
-        least = super().reach
-        return _PartReach(
-            seconds=least.seconds,
-            num_micro_batches=least.num_micro_batches,
-            waiting=np.zeros(least.waiting.shape),
-            all_s=0.0,
-            num_bytes=least.num_bytes,
-            room=least.room,
-            later_s=float((self.times.both - self.forward).sum()),
+        stager, stages = self.stager, self.stager.candidate.pp
+        work = np.tile(stager.candidate.num_micro_batches * self.before, (stages, 1))
+        first = work - np.concatenate([[0.0], np.cumsum(self.forward)])
+        return Reach(
+            seconds=(Floor(first=first, end=work),),  # (A)
+            priced=(),
+            memory=(stager.least_run_bytes().floor(),),
         )
 
     def __call__(self, windows: Windows) -> Floats:
@@ -189,18 +188,3 @@ class PartBounds(StageBounds):
             return gathers + num * reductions
         again = np.maximum(0.0, 2 * (gathers - runs.maxima(gather)))
         return num * (again + reductions)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _PartReach(Reach):
-    """Only forwards come before a stage, and not whole passes: all that is within a threshold is so
-    under ``Reach`` if the threshold is later by the difference.
-
-    Attributes:
-        later_s: Backwards of all blocks once.
-    """
-
-    later_s: float
-
-    def windows(self, threshold_s: float) -> Windows | None:
-        return Reach.windows(self, threshold_s + self.later_s)

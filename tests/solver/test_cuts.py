@@ -8,10 +8,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.solver.cuts import Reach, Windows, all_windows, best_cuts
+from autopar.solver.cuts import best_cuts
 from autopar.solver.facts import Floats
-from autopar.solver.runs import Runs, all_runs
+from autopar.solver.reach import Floor, Reach
+from autopar.solver.runs import Runs, all_runs, prefixes
 from autopar.solver.virtual_cuts import even_cuts
+from autopar.solver.windows import Windows, all_windows
 
 values = st.floats(0.1, 9.0)
 
@@ -37,15 +39,15 @@ def stage_costs(draw: Any) -> tuple[Reach, list[Floats]]:
         fits = runs.sums(np.array(sizes[stage])) <= room
         cost = np.maximum(cost, all_s + runs.sums(np.array(waiting[stage])))
         costs.append(np.where(fits, cost, math.inf))
-    prefix = np.concatenate([np.zeros((stages, 1)), np.cumsum(sizes, axis=1)], axis=1)
-    seconds = np.concatenate([[0.0], np.cumsum(blocks)])
+    work, before = (
+        num * prefixes(np.array([blocks] * stages)),
+        prefixes(np.array([blocks] * stages)),
+    )
+    later, num_bytes = prefixes(np.array(waiting)), prefixes(np.array(sizes))
     reach = Reach(
-        seconds=seconds,
-        num_micro_batches=num,
-        waiting=np.concatenate([np.zeros((stages, 1)), np.cumsum(waiting, axis=1)], axis=1),
-        all_s=all_s,
-        num_bytes=prefix,
-        room=room,
+        seconds=(Floor(first=work - before, end=work), Floor(first=later, end=later + all_s)),
+        priced=(),
+        memory=(Floor(first=num_bytes, end=num_bytes - room),) if math.isfinite(room) else (),
     )
     return reach, costs
 
