@@ -24,9 +24,11 @@ recompute in g) and w + 1 its forwards before the first backward (w = min(M, p �
     backward there down
 
 Every form is a sum over the blocks of the stage plus a constant, so that ``cuts`` finds the cuts
-that minimize the largest of them. With the exact times of a layout this guides the choice of cuts.
-With times that no layout is below it bounds every layout and every cut: each form is increasing
-in t, t − f and t − g, so that these three are what is bounded below (``StageTimes``).
+that minimize the largest of them. Where stages are on nodes of different kinds, the constant is the
+least that other stages can have, whatever their cuts (``passing``). With the exact times of a
+layout this guides the choice of cuts. With times that no layout is below it bounds every layout and
+every cut: each form is increasing in t, t − f and t − g, so that these three are what is bounded
+below (``StageTimes``).
 """
 
 from __future__ import annotations
@@ -40,16 +42,17 @@ import numpy as np
 
 from autopar.solver.cuts import best_cuts
 from autopar.solver.facts import Floats
+from autopar.solver.passing import Passing, least_of, least_prefix, least_share
 from autopar.solver.reach import Floor, Reach
 from autopar.solver.recomputing import again_s, least_with_again
-from autopar.solver.runs import Runs, prefixes
+from autopar.solver.runs import Runs, on_stage, prefixes
 from autopar.solver.stages import Stager
 from autopar.solver.windows import Windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageTimes:
-    """Seconds of each block per micro-batch.
+    """Seconds of each block per micro-batch; where stages differ, a row for each stage.
 
     Attributes:
         both: Forward and backward, t (a lower bound of it).
@@ -85,6 +88,12 @@ def exact_times(stager: Stager) -> StageTimes:
 _MOST_RUNS = 1_000_000
 """Work limit: models of hundreds of blocks have more runs where windows are wide."""
 
+
+def _rows(values: Floats, num_stages: int) -> Floats:
+    """A row for each stage, of values of one stage or rows of each."""
+    return np.array(np.broadcast_to(values, (num_stages, values.shape[-1])))
+
+
 AgainSeconds = Callable[[Runs], Floats]
 """Seconds per micro-batch of what runs compute again so that they fit; inf where they do not."""
 
@@ -103,8 +112,7 @@ class StageBounds:
     ) -> None:
         self.stager, self.times = stager, times
         self.again = again or functools.partial(again_s, stager)
-        self.total = float(times.both.sum())
-        self.before = np.concatenate([[0.0], np.cumsum(times.both)])
+        self.passing = Passing(times.both)
         self.messages = self._messages()
 
     @property
@@ -112,24 +120,23 @@ class StageBounds:
         """Which stages may be within a threshold."""
         candidate, stager = self.stager.candidate, self.stager
         num, stages = candidate.num_micro_batches, candidate.pp
-        work, waiting = num * self.before, (num - 1) * self.times.both
-        waiting = np.tile(waiting, (stages, 1))
+        both = self.times.both
+        more = (num - 1) * both if both.ndim == 1 else num * both - least_of(both)
+        waiting = _rows(more, stages)
         if candidate.schedule == "1f1b":  # (B)
             ahead = stager.flying[:, None] - 1
             waiting = prefixes(np.maximum(0.0, waiting - ahead * self.times.forward))
         else:
             waiting[:-1] = 0.0
             waiting = prefixes(waiting)
-        all_s = self.total + float(self.messages[0])
+        before, work = least_prefix(both), num * prefixes(_rows(both, stages))
+        all_s = float(least_of(both).sum()) + float(self.messages[0])
         values, largest = self._stream()
-        values = values + stager.optimizer_s() + stager.costs.step_s
-        stream = np.tile(prefixes(values[None]), (stages, 1))
-        once = stager.cluster.hardware.runtime.step_s - largest * float(stager.gather_s().max())
+        stream = prefixes(_rows(values + stager.once_s(), stages))
+        once = stager.sites.step_s[:, None] - largest * float(stager.gather_s().max())
         return Reach(
             seconds=(
-                Floor(
-                    first=np.tile(work - self.before, (stages, 1)), end=np.tile(work, (stages, 1))
-                ),
+                Floor(first=work - before, end=work),
                 Floor(first=waiting, end=waiting + all_s),
                 Floor(first=stream, end=stream + once),  # (D)
             ),
@@ -139,6 +146,10 @@ class StageBounds:
 
     def best_s(self, *, guess_s: float = 0.0, enough_s: float = math.inf) -> float:
         """No cuts are faster; for the arguments see ``best_cuts``."""
+        candidate = self.stager.candidate
+        if self.times.both.ndim == 2:
+            share_s = least_share(self.times.both, candidate.pp)
+            guess_s = max(guess_s, candidate.num_micro_batches * share_s)
         return best_cuts(
             self, self.reach, guess_s=guess_s, enough_s=enough_s, most_runs=_MOST_RUNS
         )[0]
@@ -149,18 +160,19 @@ class StageBounds:
         num, stage = candidate.num_micro_batches, runs.stage
         needed = self.again(runs)
         again = np.where(np.isfinite(needed), needed, 0.0)
-        run, total = runs.sums(self.times.both) + again, self.total + again
+        run = runs.sums(self.times.both) + again
+        whole = total = self.passing.through(runs, run, again)
         if again.any():
-            total = np.maximum(total, self.total + windows.least_sum(needed))
+            total = np.maximum(total, self.passing.total + windows.least_sum(needed))
         added, beside, stream = self._communicate(runs, again)
-        before = self.before[runs.first]
+        before = self.passing.before(runs)
         bound = before + num * run + beside  # (A)
         if candidate.schedule == "1f1b":
             ahead = self.stager.flying[stage] - 1
             waiting = total + (num - 1) * run - ahead * runs.sums(self.times.forward)
             waiting = waiting + self.messages[0] + self._beside_s(runs, beside, ahead)
             bound = np.maximum(bound, waiting)  # (B)
-            loop = self.total + again - before + self.messages[stage]
+            loop = whole - before + self.messages[stage]
             bound = np.maximum(bound, before + np.ceil(num / (ahead + 1)) * loop)  # (F)
             returned = total + (num - ahead - 2) * run + self.messages[0]
             returned = returned + loop + self._slower_beyond_s(runs)
@@ -186,23 +198,29 @@ class StageBounds:
         """
         candidate, reduce = self.stager.candidate, self.stager.reduce_s()
         if candidate.schedule != "1f1b" or candidate.zero_stage > 1 or not candidate.per_block:
-            return np.zeros(len(reduce))
+            return np.zeros(reduce.shape)
         backward = np.maximum(0.0, self.times.both - self.times.forward)
-        slowdown = self.stager.cluster.hardware.overlap.slowdown
-        return slowdown * np.minimum(reduce, np.append(0.0, backward[:-1]))
+        slowdown = self.stager.sites.slowdown
+        ahead = np.zeros(backward.shape)
+        ahead[..., 1:] = backward[..., :-1]
+        if ahead.ndim == 2:
+            return slowdown[:, None] * np.minimum(reduce, ahead)
+        return slowdown[0] * np.minimum(reduce, ahead)
 
     def _slower_before_s(self, runs: Runs) -> Floats:
         """By how much the last micro-batch comes back later through the stages before, at the
         least; the first block of each slows nothing.
         """
-        before = np.concatenate([[0.0], np.cumsum(self._slower)])
-        largest = np.concatenate([[0.0], np.maximum.accumulate(self._slower)])
+        slower = least_of(self._slower)
+        before = np.concatenate([[0.0], np.cumsum(slower)])
+        largest = np.concatenate([[0.0], np.maximum.accumulate(slower)])
         return np.maximum(0.0, before[runs.first] - runs.stage * largest[runs.first])
 
     def _slower_beyond_s(self, runs: Runs) -> Floats:
         """The same of the stages after."""
-        after = np.append(np.cumsum(self._slower[::-1])[::-1], 0.0)
-        largest = np.append(np.maximum.accumulate(self._slower[::-1])[::-1], 0.0)
+        slower = least_of(self._slower)[::-1]
+        after = np.append(np.cumsum(slower)[::-1], 0.0)
+        largest = np.append(np.maximum.accumulate(slower)[::-1], 0.0)
         stages = self.stager.candidate.pp - 1 - runs.stage
         return np.maximum(0.0, after[runs.end] - stages * largest[runs.end])
 
@@ -213,10 +231,21 @@ class StageBounds:
         candidate = self.stager.candidate
         if candidate.zero_stage < 3 or candidate.pp == 1:
             return beside
-        slowdown = self.stager.cluster.hardware.overlap.slowdown
+        slowdown = self.stager.sites.slowdown[runs.stage]
         gather, early = self.stager.gather_s(), np.minimum(ahead, candidate.num_micro_batches - 2)
         each = np.maximum(0.0, 2 * (runs.sums(gather) - runs.maxima(gather)))
         return np.maximum(0.0, beside - slowdown * np.maximum(0.0, early) * each)
+
+    def _passed_s(self, runs: Runs, part: Floats) -> Floats:
+        """Seconds of forwards, or backwards, of the blocks before each run and of messages, at the
+        most of what ``times.both`` counts: all but what the other part takes at the least.
+        """
+        way, both = self.messages[0] / 2, self.times.both
+        if both.ndim == 1:
+            found: Floats = np.concatenate([[0.0], np.cumsum(part)[:-1] + way])[runs.first]
+            return found
+        others = Passing(np.maximum(0.0, both - part)).before(runs)
+        return np.where(runs.first > 0, self.passing.before(runs) - others + way, 0.0)
 
     def _communicate(self, runs: Runs, again: Floats) -> tuple[Floats, Floats, Floats]:
         """(C) added to what a stage computes, (E) to what it computes or waits in between, and (D);
@@ -226,21 +255,20 @@ class StageBounds:
         gather, reduce = stager.gather_s(), stager.reduce_s()
         gathers, reductions = runs.sums(gather), runs.sums(reduce)
         num, zero = candidate.num_micro_batches, candidate.zero_stage
-        slowdown = stager.cluster.hardware.overlap.slowdown
+        slowdown = stager.sites.slowdown[runs.stage]
         each = np.maximum(0.0, 2 * (gathers - runs.maxima(gather)))
         # what happens before a stage meanwhile hides it: first forwards, last backwards, messages
-        way = self.messages[0] / 2
-        passed = np.concatenate([[0.0], np.cumsum(self.times.forward)[:-1] + way])[runs.first]
-        returned = np.concatenate([[0.0], np.cumsum(self.times.backward)[:-1] + way])[runs.first]
+        passed = self._passed_s(runs, self.times.forward)
+        returned = self._passed_s(runs, self.times.backward)
         values, largest = self._stream()
         stream, slow = runs.sums(values) - largest * runs.maxima(gather), np.zeros(gathers.shape)
         first, last, behind = gathers, reductions, slow
         if candidate.per_block:
-            first, last = gather[runs.first] + slow, reduce[runs.first] + slow
+            first, last = runs.at_first(gather) + slow, runs.at_first(reduce) + slow
             if candidate.schedule == "1f1b" and zero <= 1:
-                own = runs.sums(self._slower) - self._slower[runs.first]
+                own = runs.sums(self._slower) - runs.at_first(self._slower)
                 beside = np.where(runs.first == 0, slowdown * (gathers - first), 0.0)
-                behind = self._slower_before_s(runs) + own + reduce[0]
+                behind = self._slower_before_s(runs) + own + on_stage(reduce, 0)[0]
                 first, last = first + beside, last + own
                 if num >= candidate.pp + 1:
                     first = np.maximum(first, gathers - runs.sums(self.times.forward))
@@ -253,11 +281,10 @@ class StageBounds:
             elif candidate.schedule == "layered" and zero >= 1:
                 hidden = gathers + reductions - first - last
                 slow = slowdown * (hidden + (each / 2 if zero == 3 else 0.0))
-        once = runs.sums(stager.optimizer_s() + stager.costs.step_s)
-        once = once + stager.cluster.hardware.runtime.step_s
+        once = runs.sums(stager.once_s()) + stager.sites.step_s[runs.stage]
         added = np.maximum(0.0, first - passed) + np.maximum(behind, last + once - returned)
         if candidate.pp == 1 and candidate.per_block:  # nothing to wait for: hidden or exposed
-            firsts = gather[runs.first] + reduce[runs.first]
+            firsts = runs.at_first(gather) + runs.at_first(reduce)
             hidden = slowdown * np.maximum(0.0, stream - firsts)
             added, slow = np.maximum(added + slow, firsts + hidden + once), np.zeros(slow.shape)
         return added, slow, stream + once

@@ -8,6 +8,8 @@ from typing import Literal
 from autopar.ir.kernels import DEFAULT_KERNELS
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import RecomputeName, ScheduleName
+from autopar.solver.hardware import Cluster
+from autopar.solver.sites import Sites, sites_of
 
 CutsName = Literal["balanced", "even"]
 """Stage cuts for the fastest step, or with as many layers on each stage."""
@@ -71,6 +73,7 @@ class Candidate:
     loss_parallel: bool = True
     cuts: CutsName = "balanced"
     extra_in_flight: int = 0  # beyond what 1F1B needs; see ``orders.most_forwards``
+    group_order: tuple[int, ...] = ()  # groups of nodes in the order of ranks; of one kind: none
 
     @property
     def way(self) -> Way:
@@ -103,6 +106,10 @@ class Candidate:
         """Ranks over which ZeRO shards parameters that all of them use whole."""
         return self.dp_shard * self.cp * self.ep
 
+    def sites(self, cluster: Cluster) -> Sites:
+        """On which nodes of a cluster its stages are."""
+        return sites_of(cluster, self.group_order, pp=self.pp, ranks_per_stage=self.ranks_per_stage)
+
     def mesh(self) -> Mesh:
         """The mesh of these degrees."""
         return Mesh(
@@ -131,6 +138,11 @@ class Candidate:
         num = len(self.recomputed_blocks)
         return f"{num} block{'s' * (num > 1)}" if num else self.recompute
 
+    def _order_text(self) -> str:
+        if list(self.group_order) == sorted(self.group_order):
+            return ""
+        return f", groups of nodes in the order {', '.join(str(n + 1) for n in self.group_order)}"
+
     def __str__(self) -> str:
         more = "".join(
             f" × {name} {size}" for name, size in (("cp", self.cp), ("ep", self.ep)) if size > 1
@@ -141,4 +153,5 @@ class Candidate:
             f"ZeRO {self.zero_stage}, recompute {self._recompute_text()}, {self.schedule}"
             + (f" × {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else "")
             + (f", {self.extra_in_flight} more in flight" if self.extra_in_flight else "")
+            + self._order_text()
         )

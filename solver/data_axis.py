@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import TensorInfo, info
 from autopar.ir.layout import operands_of
@@ -29,6 +31,7 @@ from autopar.solver.layout.outer import AxisTyping
 from autopar.solver.layout.problem import KindCost, Problem, Solution, all_blocks_once
 from autopar.solver.layout.solve import solve_problem
 from autopar.solver.layout.state import AxisRule
+from autopar.solver.sites import Sites
 
 _RANKS = 2
 
@@ -40,12 +43,14 @@ class DataAxis:
     facts: ModelFacts
     cluster: Cluster
     _typing: AxisTyping | None = None
-    _undivided: dict[tuple[int, int, int], tuple[KindCost, ...]] = field(default_factory=dict)
+    _undivided: dict[tuple[Cluster, int, int, int], tuple[KindCost, ...]] = field(
+        default_factory=dict
+    )
 
     def typing(self) -> AxisTyping:
         """States of every node: the least traffic, then the least work."""
         if self._typing is None:
-            problem, solution = self._solve(_RANKS, 1, _RANKS)
+            problem, solution = self._solve(self.cluster, _RANKS, 1, _RANKS)
             self._typing = axis_typing(self.facts.model, self.facts.classes, problem, solution)
         return self._typing
 
@@ -64,32 +69,40 @@ class DataAxis:
         )
 
     def add_undivided(
-        self, costs: BlockCosts, *, dp: int, tp: int, micro_batch_size: int
+        self, costs: BlockCosts, sites: Sites, *, dp: int, tp: int, micro_batch_size: int
     ) -> BlockCosts:
-        """``costs`` with what a micro-batch costs beyond its own sequences, at ``dp`` data ranks.
+        """``costs`` with what a micro-batch costs beyond its own sequences, at ``dp`` data ranks of
+        stages at ``sites``.
 
         The work of such ops is taken as undivided by the tensor axis, too.
         """
         if dp == 1 or self.divides_all():
             return costs
-        key = (dp, tp, micro_batch_size)
-        if key not in self._undivided:
-            whole = kind_costs(*self._solve(dp, tp, micro_batch_size * dp))
-            alone = kind_costs(*self._solve(1, tp, micro_batch_size))
-            self._undivided[key] = tuple(map(_difference, whole, alone))
-        order = {name: number for number, name in enumerate(self.facts.model.kinds)}
-        more = [self._undivided[key][order[block.kind]] for block in self.facts.model.blocks]
+        more = {c: self._more(c, dp, tp, micro_batch_size) for c in sites.clusters}
+        any_more = more[sites.clusters[0]]
         return replace(
             costs,
-            forward_s=costs.forward_s + [cost.forward_s for cost in more],
-            backward_s=costs.backward_s + [cost.backward_s for cost in more],
-            held_bytes=costs.held_bytes + [cost.held_bytes for cost in more],
-            temporary_bytes=costs.temporary_bytes + [cost.transient_bytes for cost in more],
+            forward_s=costs.forward_s
+            + sites.most(lambda c: np.array([cost.forward_s for cost in more[c]])),
+            backward_s=costs.backward_s
+            + sites.most(lambda c: np.array([cost.backward_s for cost in more[c]])),
+            held_bytes=costs.held_bytes + [cost.held_bytes for cost in any_more],
+            temporary_bytes=costs.temporary_bytes + [cost.transient_bytes for cost in any_more],
         )
 
-    def _solve(self, dp: int, tp: int, batch: int) -> tuple[Problem, Solution]:
-        group = group_of(self.cluster, size=dp, stride=tp)
-        coster = Coster(Kernels(self.cluster.hardware), Links(self.cluster), group, batch)
+    def _more(self, cluster: Cluster, dp: int, tp: int, micro_batch_size: int) -> list[KindCost]:
+        """Of each block."""
+        key = (cluster, dp, tp, micro_batch_size)
+        if key not in self._undivided:
+            whole = kind_costs(*self._solve(cluster, dp, tp, micro_batch_size * dp))
+            alone = kind_costs(*self._solve(cluster, 1, tp, micro_batch_size))
+            self._undivided[key] = tuple(map(_difference, whole, alone))
+        order = {name: number for number, name in enumerate(self.facts.model.kinds)}
+        return [self._undivided[key][order[block.kind]] for block in self.facts.model.blocks]
+
+    def _solve(self, cluster: Cluster, dp: int, tp: int, batch: int) -> tuple[Problem, Solution]:
+        group = group_of(cluster, size=dp, stride=tp)
+        coster = Coster(Kernels(cluster.hardware), Links(cluster), group, batch)
         problem = make_problem(self.facts, AxisRule(name=DATA_AXIS, shards_batch=True), coster)
         solution = solve_problem(problem, all_blocks_once(problem))
         if solution.status == "infeasible":

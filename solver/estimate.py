@@ -115,12 +115,12 @@ class Estimator:
             seq_len=self.seq_len,
         )
         peak = prediction.fullest.peak_bytes
-        memory = self.cluster.hardware.memory
+        memory = solved.stager.sites.memory[prediction.fullest.stage]
         held = int((peak - memory.context_bytes) * memory.reserve)
         return Estimate(
             candidate=only,
             prediction=prediction,
-            reserved_bytes=max(peak, min(peak + held, self.cluster.usable_bytes)),
+            reserved_bytes=max(peak, min(peak + held, prediction.usable_bytes)),
         )
 
 

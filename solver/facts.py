@@ -23,6 +23,8 @@ Floats = NDArray[np.float64]
 class BlockCosts:
     """Costs of every block, in order. All per micro-batch; bytes and elements are a rank's.
 
+    Where stages are on nodes of different kinds, seconds have a row for each stage (``joined``).
+
     Attributes:
         forward_s, backward_s: Without recomputation.
         forward_comm_s, backward_comm_s: The part of the tensor axis's collectives.
@@ -66,7 +68,7 @@ class BlockCosts:
 
     @property
     def num_blocks(self) -> int:
-        return len(self.forward_s)
+        return len(self.held_bytes)
 
     @functools.cached_property
     def num_parameters(self) -> Floats:

@@ -21,22 +21,33 @@ _UNVERIFIED = ("shorter sequences", "GPUs with more memory", "a smaller model")
 
 @dataclass(frozen=True, slots=True)
 class _Closest:
-    """The candidate whose fullest rank needs least."""
+    """The candidate whose fullest rank has least too much.
+
+    Attributes:
+        nodes: The kind of nodes that the rank is on.
+    """
 
     candidate: Candidate
     num_bytes: int
+    usable_bytes: int
     stage: int
+    nodes: str
     causes: dict[str, int]
+
+    @property
+    def missing_bytes(self) -> int:
+        return self.num_bytes - self.usable_bytes
 
 
 def infeasible_error(instance: Instance) -> InfeasibleError:
     """The error to raise when no candidate fits."""
     search = instance.search
     closest = _closest(search, instance.candidates)
-    usable = search.cluster.usable_bytes
+    usable = closest.usable_bytes
     filled = sorted(closest.causes.items(), key=lambda cause: -cause[1])[:4]
-    missing = closest.num_bytes - usable
-    where = f"ranks of pipeline stage {closest.stage} of {closest.candidate}"
+    missing = closest.missing_bytes
+    on = f" on {closest.nodes}" if search.cluster.is_mixed else ""
+    where = f"ranks of pipeline stage {closest.stage}{on} of {closest.candidate}"
     what = (
         f"no plan fits into {_size(usable)}: the fullest rank of the one that comes closest needs "
         f"{_size(closest.num_bytes)}, {_size(missing)} too much"
@@ -67,7 +78,7 @@ def _closest(search: Search, tried: Sequence[Candidate]) -> _Closest:
     found = [
         _fullest(search, candidate) for candidate in tried if candidate.micro_batch_size == smallest
     ]
-    return min(found, key=lambda closest: closest.num_bytes)
+    return min(found, key=lambda closest: closest.missing_bytes)
 
 
 def _fullest(search: Search, candidate: Candidate) -> _Closest:
@@ -75,12 +86,20 @@ def _fullest(search: Search, candidate: Candidate) -> _Closest:
         candidate = replace(candidate, recompute="full")
     stager = search.stager(candidate, search.setting(candidate).least)
     if candidate.virtual_stages > 1:
-        cuts = min(virtual_cuts(stager), key=lambda cuts: max(stager.peak_bytes(cuts)))
+        cuts = min(virtual_cuts(stager), key=stager.most_missing)
     else:
         windows = all_windows(stager.costs.num_blocks, candidate.pp)
         assert windows is not None, "a candidate has no more stages than blocks"
-        _, cuts = windows.least_largest(stager.run_peaks(windows.runs))
-    causes = [stager.bytes_by_cause(stager.contents(stage, cuts)) for stage in range(candidate.pp)]
-    sums = [sum(of_stage.values()) for of_stage in causes]
-    stage = int(np.argmax(sums))
-    return _Closest(candidate, sums[stage], stage, causes[stage])
+        needed = stager.run_peaks(windows.runs)
+        _, cuts = windows.least_largest(needed - stager.sites.usable_bytes[windows.runs.stage])
+    causes = [stager.bytes_by_cause(stage, cuts) for stage in range(candidate.pp)]
+    sums = np.array([sum(of_stage.values()) for of_stage in causes])
+    stage = int(np.argmax(sums - stager.sites.usable_bytes))
+    return _Closest(
+        candidate=candidate,
+        num_bytes=int(sums[stage]),
+        usable_bytes=int(stager.sites.usable_bytes[stage]),
+        stage=stage,
+        nodes=stager.sites.names(stage),
+        causes=causes[stage],
+    )

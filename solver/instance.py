@@ -55,6 +55,8 @@ class Instance:
             pin=self.pin if pin is None else pin,
             progress=self.search.progress,
         )
+        if self.cluster.is_mixed or cluster.is_mixed:
+            return other
         if _without_links(self.cluster) != _without_links(cluster):
             return other
         if _links_alike(self.cluster, cluster):

@@ -69,9 +69,30 @@ def check_pins(pin: Pins, cluster: Cluster, global_batch_size: int) -> None:
         raise InputError(f"{pinned} needs {product} GPUs, but the cluster has {gpus}")
     if gpus % product and not fixes_gpus(degrees):
         raise InputError(f"{pinned} is pinned: {product} ranks do not divide the {gpus} GPUs")
+    if cluster.is_mixed:
+        _check_groups(pin, cluster)
     _check_batch(pin, global_batch_size)
     _check_zero(pin)
     _check_virtual(pin)
+
+
+def _check_groups(pin: Pins, cluster: Cluster) -> None:
+    """Raise ``InputError`` for what is not known of stages on nodes of several kinds."""
+    for name, values in (("schedule", ("zero_bubble", "interleaved")), ("virtual_stages", None)):
+        found = pin.get(name)
+        if found in values if values else found not in (None, 1):
+            raise InputError(
+                f"{name}={found!r} is pinned, but stages on several groups of nodes have neither "
+                "virtual stages nor backwards in two parts",
+                hint=f"leave {name} open",
+            )
+    tp = int(pin.get("tp", 1))
+    for group in cluster.groups:
+        if group.num_gpus % tp:
+            raise InputError(
+                f"tp={tp} is pinned, but it does not divide the {group.num_gpus} GPUs of "
+                f"{group.name}: the ranks of a tensor axis are in one group of nodes"
+            )
 
 
 def _check_integer(name: str, value: object) -> None:

@@ -14,9 +14,11 @@ from autopar.ir.plan import (
     RankPrediction,
     SegmentCosts,
     TrainingPlan,
+    fullest_of,
 )
 from autopar.solver.costs.work import computing_nodes, forward_work, global_shapes, op_flops
 from autopar.solver.hardware import Cluster
+from autopar.solver.runs import on_stage
 from autopar.solver.solved import Solved, optimizer_s
 
 
@@ -33,15 +35,17 @@ def predict(
     candidate = solved.candidate
     num_gpus = candidate.mesh().num_ranks
     flops = model_flops(model, global_batch_size)
-    peaks = cluster.hardware.chip.peak_flops
-    peak = peaks.bf16 if training.precision == "fp16" else getattr(peaks, training.precision)
+    used = cluster.reordered(candidate.group_order)
+    peak_flops = used.peak_flops(training.precision, num_gpus=num_gpus)
+    ranks = rank_predictions(solved)
+    fullest = fullest_of(ranks).stage
     return Prediction(
         step_s=solved.step_s,
-        mfu=flops / (num_gpus * peak * solved.step_s),
+        mfu=flops / (peak_flops * solved.step_s),
         tokens_per_s=global_batch_size * (seq_len or 1) / solved.step_s,
         model_flops=flops,
-        usable_bytes=cluster.usable_bytes,
-        ranks=rank_predictions(solved),
+        usable_bytes=int(solved.stager.sites.usable_bytes[fullest]),
+        ranks=ranks,
         action_costs=_action_costs(solved),
     )
 
@@ -86,7 +90,7 @@ def _model_flops(model: ModelGraph) -> tuple[Size, Size]:
 
 
 def _action_costs(solved: Solved) -> ActionCosts:
-    times = solved.times
+    times, slowdowns = solved.times, solved.stager.sites.slowdown.tolist()
     return ActionCosts(
         segments=tuple(
             SegmentCosts(
@@ -102,7 +106,8 @@ def _action_costs(solved: Solved) -> ActionCosts:
             for k in range(len(solved.segments))
         ),
         optimizer_s=optimizer_s(solved.stager, solved.segments),
-        slowdown=solved.stager.cluster.hardware.overlap.slowdown,
+        slowdown=max(slowdowns),
+        slowdowns=tuple(slowdowns) if len(set(slowdowns)) > 1 else (),
     )
 
 
@@ -112,11 +117,12 @@ _ROUNDING = 1e-12
 
 def _rank(solved: Solved, stage: int) -> RankPrediction:
     candidate, stager, costs = solved.candidate, solved.stager, solved.stager.costs
-    runs = stager.virtual_stages(stage, solved.cuts)
+    runs, sites = stager.virtual_stages(stage, solved.cuts), stager.sites
     num = candidate.num_micro_batches
 
     def total(values: np.ndarray) -> float:
-        return float(sum(values[first : last + 1].sum() for first, last in runs))
+        own = on_stage(values, stage)
+        return float(sum(own[first : last + 1].sum() for first, last in runs))
 
     comm = total(costs.forward_comm_s) + total(costs.backward_comm_s)
     forward = total(costs.forward_s)
@@ -137,11 +143,14 @@ def _rank(solved: Solved, stage: int) -> RankPrediction:
         "slowdown by hidden communication": slowed if slowed > _ROUNDING * busy else 0.0,
         WAITING: max(0.0, solved.step_s - busy - exposed),
     }
-    causes = stager.bytes_by_cause(stager.contents(stage, solved.cuts))
+    causes = stager.bytes_by_cause(stage, solved.cuts)
+    is_mixed = stager.cluster.is_mixed
     return RankPrediction(
         stage=stage,
         num_ranks=candidate.mesh().num_ranks // candidate.pp,
         peak_bytes=sum(causes.values()),
         bytes_by_cause=causes,
         seconds_by_cause=seconds,
+        nodes=sites.names(stage) if is_mixed else None,
+        usable_bytes=int(sites.usable_bytes[stage]) if is_mixed else None,
     )

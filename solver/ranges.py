@@ -61,8 +61,10 @@ def gpu_counts(cluster: Cluster, low: int, high: int) -> tuple[int, ...]:
     """GPU counts from ``low`` to ``high`` that make sense: whole nodes, or a divisor of one.
 
     Of many nodes those without a prime factor above 7: others have few meshes. A single count is
-    taken as it is.
+    taken as it is. Of several groups of nodes nobody knows which: ``Cluster.with_gpus`` refuses.
     """
+    if cluster.is_mixed:
+        return (low,) if low == high else (low, high)
     node = cluster.gpus_per_node
     parts = [count for count in range(1, min(node, high + 1)) if node % count == 0]
     whole = [
@@ -171,8 +173,10 @@ def solve_range(
 
 def _node(facts: ModelFacts, seq_len: int | None, cluster: Cluster, batch: int) -> _Node:
     point = Point(num_gpus=cluster.num_gpus, global_batch_size=batch, seq_len=seq_len or 1)
-    peaks = cluster.hardware.chip.peak_flops
-    peak = max(peaks.bf16, peaks.fp32, peaks.float64) * cluster.num_gpus
+    peak = 0.0
+    for group in cluster.groups:
+        peaks = group.hardware.chip.peak_flops
+        peak += max(peaks.bf16, peaks.fp32, peaks.float64) * group.num_gpus
     return _Node(cluster=cluster, point=point, bound_s=product_flops(facts.model, batch) / peak)
 
 

@@ -15,8 +15,9 @@ import numpy as np
 from autopar.solver.candidates import Candidate
 from autopar.solver.facts import Floats
 from autopar.solver.in_flight import in_flight
+from autopar.solver.passing import least_prefix
 from autopar.solver.reach import Floor
-from autopar.solver.runs import Ints, Rounds, Runs, prefixes
+from autopar.solver.runs import Ints, Rounds, Runs, distinct_rows, on_stage, prefixes
 from autopar.solver.stages import ROUNDED_BYTES, Stager
 
 _BYTE = 1.0
@@ -37,12 +38,11 @@ def again_s(stager: Stager, runs: Runs, *, exact: bool = True) -> Floats:
     """
     costs, candidate = stager.costs, stager.candidate
     if candidate.recompute != "blocks" or candidate.recomputed_blocks:
-        usable = stager.cluster.usable_bytes + (0 if exact else ROUNDED_BYTES)
+        usable = stager.sites.usable_bytes[runs.stage] + (0 if exact else ROUNDED_BYTES)
         return np.where(stager.run_peaks(runs, shared=exact) <= usable, 0.0, np.inf)
     need = stager.run_kept(runs) - stager.run_room(runs, shared=exact)
-    seconds = np.zeros(need.shape)
     if not (need > 0).any():
-        return seconds
+        return np.zeros(need.shape)
     saved = _saved_bytes(stager) if exact else costs.held_bytes * costs.again("full")
     # one at a time they are there again: the largest, or the smallest at least
     able = costs.held_bytes[saved > 0]
@@ -54,8 +54,23 @@ def again_s(stager: Stager, runs: Runs, *, exact: bool = True) -> Floats:
     if exact and not candidate.per_block:  # the first block keeps its input in any case
         inputs = np.where(costs.again("full") > 0, costs.input_bytes, 0.0)
         left = np.maximum(left - inputs[runs.first] * flying, np.minimum(left, 2 * _BYTE))
-    kinds = _kinds(saved, costs.forward_s)
-    whole = seconds
+    rows, of_stage = distinct_rows(costs.forward_s)
+    found = [
+        _seconds_of(runs, _kinds(saved, forward), left, flying, exact=exact) for forward in rows
+    ]
+    return found[0] if len(found) == 1 else np.choose(of_stage[runs.stage], found)
+
+
+def _seconds_of(
+    runs: Runs,
+    kinds: Sequence[tuple[float, float, Floats]],
+    left: Floats,
+    flying: Floats,
+    *,
+    exact: bool,
+) -> Floats:
+    """Seconds of the blocks of each run that give ``left`` bytes, of so many micro-batches."""
+    seconds, whole = np.zeros(left.shape), np.zeros(left.shape)
     if not exact and kinds:  # so many blocks at least, of those that take least
         most, least = max(kind[0] for kind in kinds), min(kind[1] for kind in kinds)
         whole = np.ceil((left - _BYTE) / (most * flying)) * least
@@ -112,9 +127,9 @@ def least_with_again(stager: Stager, both: Floats) -> tuple[Floor, ...]:
     least = stager.least_run_bytes()
     saved = least.kept - least.again
     able = saved > 0
-    rates = sorted(set((costs.forward_s[able] / saved[able]).tolist()))
+    rates = sorted(set(np.ravel(costs.forward_s[..., able] / saved[able]).tolist()))
     found, num = [], candidate.num_micro_batches
-    before = np.concatenate([[0.0], np.cumsum(both)])
+    before = least_prefix(both)
     numbers = least.numbers[:, None]
     for rate in rates[:: math.ceil(len(rates) / _MOST_PRICES) or 1]:
         prices = rate / numbers  # at which blocks of this rate may be recomputed or not
@@ -132,7 +147,7 @@ def least_cut_again_s(stager: Stager, rounds: Rounds) -> Floats:
     part.
     """
     candidate = stager.candidate
-    needed = stager.cut_peaks(rounds) - stager.cluster.usable_bytes - ROUNDED_BYTES
+    needed = stager.cut_peaks(rounds) - stager.sites.usable_bytes - ROUNDED_BYTES
     if candidate.recompute != "blocks":
         return np.where(needed > 0, np.inf, 0.0)
     found = np.zeros(needed.shape)
@@ -143,21 +158,23 @@ def least_cut_again_s(stager: Stager, rounds: Rounds) -> Floats:
         own = [np.arange(first, end) for first, end in runs]
         numbers = np.repeat(flying, [len(blocks) for blocks in own])
         blocks = np.concatenate(own)
-        found[cut, stage] = _least_cut_again_s(stager, needed[cut, stage], blocks, numbers)
+        found[cut, stage] = _least_cut_again_s(stager, stage, needed[cut, stage], blocks, numbers)
     return found
 
 
-def _least_cut_again_s(stager: Stager, needed: float, blocks: Ints, numbers: Floats) -> float:
-    """Seconds of which ``needed`` bytes more are there, of ``blocks`` that keep ``numbers`` of
-    micro-batches.
+def _least_cut_again_s(
+    stager: Stager, stage: int, needed: float, blocks: Ints, numbers: Floats
+) -> float:
+    """Seconds of which ``needed`` bytes more are there on a stage, of ``blocks`` that keep
+    ``numbers`` of micro-batches.
     """
     costs = stager.costs
-    lost = 1 + stager.cluster.hardware.memory.lost_share(overlap=True)
+    lost = 1 + stager.sites.memory[stage].lost_share(overlap=True)
     saved = costs.held_bytes[blocks] * costs.again("full")[blocks]
     able = saved > 0
     if not able.any():
         return math.inf
-    gains, seconds = (saved * numbers * lost)[able], costs.forward_s[blocks][able]
+    gains, seconds = (saved * numbers * lost)[able], on_stage(costs.forward_s, stage)[blocks][able]
     every = costs.held_bytes * costs.again("full")
     needed += lost * float(every[every > 0].min())  # one is there again
     if needed > gains.sum():
@@ -175,7 +192,7 @@ def choose_blocks(stager: Stager, cuts: Sequence[int]) -> Stager | None:
     ``cuts`` has the first block of every virtual stage, then the number of blocks.
     """
     nothing = _with(stager, recompute="none")
-    if max(nothing.peak_bytes(cuts)) <= stager.cluster.usable_bytes:
+    if nothing.fits(cuts):
         return nothing
     saved = _saved_bytes(stager)
     chosen: list[int] = []
@@ -198,17 +215,19 @@ def _choose_on(
     if not stager.candidate.per_block:  # the first block keeps its input in any case
         saved, firsts = saved.copy(), [first for first, _ in runs]
         saved[firsts] = (stager.costs.held_bytes * stager.costs.again("full"))[firsts]
+    forward = on_stage(stager.costs.forward_s, stage)
     gains = {
-        block: saved[block] * number / stager.costs.forward_s[block]
+        block: saved[block] * number / forward[block]
         for (first, last), number in zip(runs, flying.tolist(), strict=True)
         for block in range(first, last + 1)
         if saved[block] > 0
     }
     able = sorted(gains, key=lambda block: (-gains[block], block))
+    usable = int(stager.sites.usable_bytes[stage])
 
     def missing(number: int) -> int:
         tried = _recomputing(stager, tuple(able[:number]))
-        return tried.stage_bytes(stage, cuts) - stager.cluster.usable_bytes
+        return tried.stage_bytes(stage, cuts) - usable
 
     low, high, least = 0, len(able), missing(0)  # so many are too few, so many enough
     if least <= 0:

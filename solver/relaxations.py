@@ -10,6 +10,7 @@ from autopar.ir.errors import InputError
 from autopar.ir.precision import DTYPES
 from autopar.ir.units import seconds_text
 from autopar.solver.candidates import Candidate
+from autopar.solver.hardware import Cluster
 from autopar.solver.instance import Instance, make_instance
 from autopar.solver.pins import KERNEL_PIN, Pins
 from autopar.solver.solved import Solved
@@ -137,7 +138,12 @@ def _value(candidate: Candidate, name: str) -> object:
 
 
 def _more_nodes(instance: Instance) -> Iterator[Change]:
-    """So many nodes that fit, and, by bisection, as few as that."""
+    """So many nodes that fit, and, by bisection, as few as that; of several groups of nodes as many
+    times those of each.
+    """
+    if instance.cluster.is_mixed:
+        yield from _more_of_each_group(instance)
+        return
     too_few, enough, solved = instance.cluster.nodes, instance.cluster.nodes, None
     while solved is None:
         too_few, enough = enough, 2 * enough
@@ -154,9 +160,23 @@ def _more_nodes(instance: Instance) -> Iterator[Change]:
     yield Change(text=f"{enough} nodes", step_s=solved.step_s)
 
 
+def _more_of_each_group(instance: Instance) -> Iterator[Change]:
+    times = 2
+    while times * instance.cluster.nodes <= MOST_NODES:
+        solved = _solved_on(instance, instance.cluster.repeated(times))
+        if solved is not None:
+            yield Change(text=f"{times} times the nodes of each group", step_s=solved.step_s)
+            return
+        times *= 2
+
+
 def _on_nodes(instance: Instance, nodes: int) -> Solved | None:
+    return _solved_on(instance, instance.cluster.with_nodes(nodes))
+
+
+def _solved_on(instance: Instance, cluster: Cluster) -> Solved | None:
     try:
-        return _solved(instance.on(instance.cluster.with_nodes(nodes)))
+        return _solved(instance.on(cluster))
     except InputError:
         return None
 

@@ -34,7 +34,7 @@ def simulate_plan(plan: Plan, *, record: bool = False) -> Simulation:
         ),
         segment_times_of(costs),
         optimizer_s=costs.optimizer_s,
-        slowdown=costs.slowdown,
+        slowdown=costs.slowdowns or costs.slowdown,
         record=record,
     )
 

@@ -26,9 +26,17 @@ class Runs:
     end: Ints
 
     def sums(self, values: Floats) -> Floats:
-        """The sum of a block's values over each run."""
+        """The sum of a block's values over each run; ``values`` of one stage, or rows of each."""
+        if values.ndim == 2:
+            rows = prefixes(values)
+            return rows[self.stage, self.end] - rows[self.stage, self.first]
         prefix = np.concatenate([[0.0], np.cumsum(values)])
         found: Floats = prefix[self.end] - prefix[self.first]
+        return found
+
+    def at_first(self, values: Floats) -> Floats:
+        """The value of the first block of each run; ``values`` of one stage, or rows of each."""
+        found: Floats = values[self.first] if values.ndim == 1 else values[self.stage, self.first]
         return found
 
     def at_ends(self, values: Floats) -> Floats:
@@ -37,18 +45,36 @@ class Runs:
         return found
 
     def maxima(self, values: Floats) -> Floats:
-        """The largest of a block's values in each run."""
+        """The largest of a block's values in each run; ``values`` of one stage, or rows of each."""
+        if values.ndim == 2:
+            rows, of_stage = distinct_rows(values)
+            return np.choose(of_stage[self.stage], [self.maxima(row) for row in rows])
         table = _maxima(values.tobytes())
         level = _levels(len(values))[np.maximum(self.length, 1)]
         start = np.minimum(self.first, len(values) - 1)
         last = np.maximum(self.end - (1 << level), 0)
-        found: Floats = np.maximum(table[level, start], table[level, last])
-        return found
+        return np.maximum(table[level, start], table[level, last])
 
     @property
     def length(self) -> Ints:
         """Blocks of each run, at least 0."""
         return np.maximum(self.end - self.first, 0)
+
+
+def on_stage(values: Floats, stage: int) -> Floats:
+    """Values of blocks on a stage: of ``values`` of one stage, or rows of each."""
+    found: Floats = values if values.ndim == 1 else values[stage]
+    return found
+
+
+def distinct_rows(values: Floats) -> tuple[Floats, Ints]:
+    """Values of blocks that some stage has, and for each stage which: of ``values`` of one stage,
+    or rows of each.
+    """
+    if values.ndim == 1:
+        return values[None], np.zeros(1, dtype=np.intp)
+    rows, of_stage = np.unique(values, axis=0, return_inverse=True)
+    return rows, of_stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -38,6 +38,8 @@ from autopar.solver.hardware import Cluster
 from autopar.solver.in_flight import in_flight, most_in_flight
 from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.problem import MemoryLimit, Solution
+from autopar.solver.mixed import AnySetting, MixedSetting
+from autopar.solver.passing import least_of, least_share
 from autopar.solver.recomputing import again_s, choose_blocks, priced_again_s
 from autopar.solver.runs import Runs
 from autopar.solver.settings import Setting, make_setting
@@ -98,11 +100,13 @@ class Search:
         self.facts, self.cluster, self.sizes = facts, cluster, sizes
         self.divisible = divisible
         self.progress = progress or (lambda _: None)
-        self.data_axis = DataAxis(facts=facts, cluster=cluster)
-        self.axes = TypedAxes(facts=facts, cluster=cluster)
+        self.data_axis = DataAxis(facts=facts, cluster=cluster.groups[0])
+        self.axes = TypedAxes(facts=facts, cluster=cluster.groups[0])
         self.settings: dict[tuple[int, int, int, int, Way], Setting] = {}
-        self.too_large: dict[tuple[int, int, int, Way], int] = {}  # by degrees: what never fits
-        self._rough: dict[tuple[int | Way, ...], float] = {}
+        self.too_large: dict[tuple[object, ...], int] = {}  # by degrees: what never fits
+        self._rough: dict[tuple[object, ...], float] = {}
+        self._on: dict[tuple[Cluster, object], Setting] = {}  # for several groups of nodes
+        self._mixed: dict[tuple[object, ...], MixedSetting] = {}
         self._enough_s = math.inf  # bounds above it need not be exact
 
     def run(
@@ -206,29 +210,54 @@ class Search:
                     break
         return found
 
-    def setting(self, candidate: Candidate) -> Setting:
+    def setting(self, candidate: Candidate) -> AnySetting:
+        if self.cluster.is_mixed:
+            return self._mixed_setting(candidate)
         key = (*_layout_degrees(candidate), candidate.micro_batch_size, candidate.way)
         if key not in self.settings:
-            self.settings[key] = make_setting(
-                self.facts,
-                self.cluster,
-                self.axes,
-                cp=candidate.cp,
-                ep=candidate.ep,
-                tp=candidate.tp,
-                micro_batch_size=candidate.micro_batch_size,
-                reduce_itemsize=self.sizes.reduce,
-                way=candidate.way,
-            )
+            self.settings[key] = self._setting_on(self.cluster, self.axes, candidate)
         return self.settings[key]
+
+    def _setting_on(self, cluster: Cluster, axes: TypedAxes, candidate: Candidate) -> Setting:
+        return make_setting(
+            self.facts,
+            cluster,
+            axes,
+            cp=candidate.cp,
+            ep=candidate.ep,
+            tp=candidate.tp,
+            micro_batch_size=candidate.micro_batch_size,
+            reduce_itemsize=self.sizes.reduce,
+            way=candidate.way,
+        )
+
+    def _mixed_setting(self, candidate: Candidate) -> MixedSetting:
+        """Of all kinds of nodes that the candidate's stages are on."""
+        degrees = (*_layout_degrees(candidate), candidate.micro_batch_size, candidate.way)
+        key = (*degrees, candidate.pp, candidate.ranks_per_stage, candidate.group_order)
+        if key not in self._mixed:
+            sites, settings = candidate.sites(self.cluster), {}
+            for cluster in sites.clusters:
+                priced = cluster  # where layout axes stay inside a node it has no other links
+                if candidate.cp * candidate.ep == 1 and candidate.tp <= cluster.gpus_per_node:
+                    priced = sites.own[cluster]
+                if (priced, degrees) not in self._on:
+                    axes = self.axes.on(priced)
+                    self._on[priced, degrees] = self._setting_on(priced, axes, candidate)
+                settings[cluster] = self._on[priced, degrees]
+            self._mixed[key] = MixedSetting(sites=sites, settings=settings)
+        return self._mixed[key]
 
     def stager(self, candidate: Candidate, costs: BlockCosts) -> Stager:
         return Stager(self.cluster, candidate, costs, self.sizes)
 
-    def layout_stager(self, candidate: Candidate, setting: Setting, solution: Solution) -> Stager:
+    def layout_stager(
+        self, candidate: Candidate, setting: AnySetting, solution: Solution
+    ) -> Stager:
         """With the costs of a layout, those of the data axis included."""
         costs = self.data_axis.add_undivided(
             setting.costs(solution),
+            candidate.sites(self.cluster),
             dp=candidate.dp,
             tp=candidate.tp,
             micro_batch_size=candidate.micro_batch_size,
@@ -237,18 +266,19 @@ class Search:
 
     def rough_bound(self, candidate: Candidate) -> float:
         """Of all candidates with its degrees and micro-batches; infinite for what fits nowhere."""
-        key = (candidate.pp, candidate.dp, *_layout_degrees(candidate), candidate.micro_batch_size)
-        known = self._rough.get((*key, candidate.way))
+        degrees = (candidate.pp, candidate.dp, *_layout_degrees(candidate))
+        key = (*degrees, candidate.micro_batch_size, candidate.way, candidate.group_order)
+        known = self._rough.get(key)
         if known is None:
-            known = self._rough[*key, candidate.way] = self._rough_bound(candidate)
+            known = self._rough[key] = self._rough_bound(candidate)
         return known
 
     def _rough_bound(self, candidate: Candidate) -> float:
-        degrees = (*_layout_degrees(candidate), candidate.way)
+        degrees = (*_layout_degrees(candidate), candidate.way, candidate.group_order)
         if candidate.micro_batch_size >= self.too_large.get(degrees, math.inf):
             return math.inf
         setting = self.setting(candidate)
-        if setting.least_bytes() > self.cluster.usable_bytes:
+        if setting.never_fits(self.cluster):
             self.too_large[degrees] = candidate.micro_batch_size
             return math.inf
         return any_order_s(candidate, setting.roofline_times("none").both)
@@ -329,7 +359,7 @@ class Search:
         """With its recomputed blocks chosen, or as it is; None where it does not fit."""
         if stager.candidate.recompute == "blocks":
             return choose_blocks(stager, cuts)
-        return stager if max(stager.peak_bytes(cuts)) <= self.cluster.usable_bytes else None
+        return stager if stager.fits(cuts) else None
 
     def solve_anyway(self, candidate: Candidate) -> Solved:
         """The candidate with its fastest layout, whether or not it fits into memory."""
@@ -369,7 +399,7 @@ class Search:
         ]
         return min(filter(None, found), key=lambda other: other.step_s, default=None)
 
-    def _within_memory(self, candidate: Candidate, setting: Setting) -> Solved | None:
+    def _within_memory(self, candidate: Candidate, setting: AnySetting) -> Solved | None:
         """With the fastest of the layouts that keep so little that they fit."""
         limits = self._memory_limits(candidate, setting)
         if limits is None:
@@ -380,7 +410,7 @@ class Search:
         return self._with_layout(candidate, setting, solution)
 
     def _with_layout(
-        self, candidate: Candidate, setting: Setting, solution: Solution
+        self, candidate: Candidate, setting: AnySetting, solution: Solution
     ) -> Solved | None:
         stager = self.layout_stager(candidate, setting, solution)
         found: list[Solved] = []
@@ -394,7 +424,7 @@ class Search:
         return min(found, key=lambda solved: solved.step_s, default=None)
 
     def _simulated(
-        self, stager: Stager, setting: Setting, solution: Solution, cuts: tuple[int, ...]
+        self, stager: Stager, setting: AnySetting, solution: Solution, cuts: tuple[int, ...]
     ) -> Solved | None:
         """With these cuts; None where it does not fit."""
         chosen = self._within(stager, cuts)
@@ -439,7 +469,7 @@ class Search:
         return (cuts,) if math.isfinite(bound) else ()
 
     def _memory_limits(
-        self, candidate: Candidate, setting: Setting
+        self, candidate: Candidate, setting: AnySetting
     ) -> tuple[MemoryLimit, ...] | None:
         """Limits for the ILP: what each stage may keep, at the cuts that the least costs allow."""
         stager = self.stager(candidate, setting.least)
@@ -447,7 +477,7 @@ class Search:
         found = self._cuts(candidate, stager, times)
         if not found:
             return None
-        cuts = min(found, key=lambda cuts: max(stager.peak_bytes(cuts)))
+        cuts = min(found, key=stager.most_missing)
         return tuple(
             self._stage_limit(candidate, setting, stager, stage, cuts)
             for stage in range(candidate.pp)
@@ -456,7 +486,7 @@ class Search:
     def _stage_limit(
         self,
         candidate: Candidate,
-        setting: Setting,
+        setting: AnySetting,
         stager: Stager,
         stage: int,
         cuts: tuple[int, ...],
@@ -464,8 +494,8 @@ class Search:
         """What is left for kept tensors once all else has its least."""
         runs = stager.virtual_stages(stage, cuts)
         blocks = np.concatenate([np.arange(first, last + 1) for first, last in runs])
-        causes = stager.bytes_by_cause(stager.contents(stage, cuts))
-        share = 1 + self.cluster.hardware.memory.fragmentation
+        causes = stager.bytes_by_cause(stage, cuts)
+        share = 1 + stager.sites.memory[stage].fragmentation
         least = setting.least.held_bytes[blocks]
         once = setting.least.again(candidate.recompute)[blocks]
         lengths = [last + 1 - first for first, last in runs]
@@ -480,13 +510,13 @@ class Search:
             copies.append(kept + any(once[own]))
         return MemoryLimit(
             name=f"stage {stage}",
-            num_bytes=int((self.cluster.usable_bytes - rest) / share),
+            num_bytes=int((int(stager.sites.usable_bytes[stage]) - rest) / share),
             copies=tuple(copies),
             parameter_bytes=(0.0,) * len(setting.problem.classes),
         )
 
 
-def _least_again_s(stager: Stager, setting: Setting, both: Floats, runs: Runs) -> Floats:
+def _least_again_s(stager: Stager, setting: AnySetting, both: Floats, runs: Runs) -> Floats:
     """What no layout of a candidate is below that computes blocks again."""
     priced = {price: setting.priced(price) for price in setting.prices()}
     least = again_s(stager, runs, exact=False)
@@ -520,9 +550,9 @@ def any_order_s(candidate: Candidate, both: Floats) -> float:
     """No cuts and no schedule are faster: work spread evenly over the stages, and each block after
     those before it.
     """
-    num = candidate.num_micro_batches
-    before = np.concatenate([[0.0], np.cumsum(both)[:-1]])
-    return max(num * float(both.sum()) / candidate.pp, float((before + num * both).max()))
+    num, least = candidate.num_micro_batches, least_of(both)
+    before = np.concatenate([[0.0], np.cumsum(least)[:-1]])
+    return max(num * least_share(both, candidate.pp), float((before + num * least).max()))
 
 
 def scalar_bound_s(candidate: Candidate, times: StageTimes) -> float:
@@ -532,12 +562,13 @@ def scalar_bound_s(candidate: Candidate, times: StageTimes) -> float:
     after the blocks before it, and their backwards follow. Its first backward waits for all blocks
     behind, while w more forwards may run: Σ t + (M − 1)·t − w·f.
     """
-    both, num = times.both, candidate.num_micro_batches
-    total = float(both.sum())
-    before = np.concatenate([[0.0], np.cumsum(both)[:-1]])
+    both, num, least = times.both, candidate.num_micro_batches, least_of(times.both)
+    before = np.concatenate([[0.0], np.cumsum(least)[:-1]])
     ahead = most_in_flight(candidate) - 1
-    waiting = total + (num - 1) * both - ahead * times.forward
-    return max(num * total / candidate.pp, float(np.maximum(before + num * both, waiting).max()))
+    own = (num - 1) * both + (both - least) - ahead * times.forward
+    waiting = float(least.sum()) + least_of(own)
+    arrived = float(np.maximum(before + num * least, waiting).max())
+    return max(num * least_share(both, candidate.pp), arrived)
 
 
 def _layout_degrees(candidate: Candidate) -> tuple[int, int, int]:

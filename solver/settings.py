@@ -108,11 +108,14 @@ class Setting:
             self._costs[id(solution)] = solution, costs
         return self._costs[id(solution)][1]
 
-    def least_bytes(self) -> float:
-        """No plan needs less memory: one block by itself, its parameters sharded away."""
+    def never_fits(self, cluster: Cluster) -> bool:
+        """Whether one block by itself, its parameters sharded away, is too large for a rank of
+        ``cluster``, which may have other memory than the setting's.
+        """
         blocks = self.least.held_bytes + self.least.temporary_bytes
-        memory = self.cluster.hardware.memory
-        return float(blocks.max()) * (1 + memory.fragmentation) + memory.context_bytes
+        memory = cluster.hardware.memory
+        needed = float(blocks.max()) * (1 + memory.fragmentation) + memory.context_bytes
+        return needed > cluster.usable_bytes
 
     def weights(self, recompute: RecomputeName, counts: Sequence[int]) -> Weights:
         """Seconds of ``counts`` blocks of each kind; a recomputed forward runs twice."""
@@ -198,14 +201,14 @@ class Setting:
         every layout keeps no less and takes no less than one of them.
         """
         least = self.least_times("none").both
-        for points in itertools.product(*(points for _, points in self._frontiers())):
+        for points in itertools.product(*(points for _, points in self.frontiers())):
             held, both = self.tight().held_bytes.copy(), least.copy()
-            for (blocks, _), point in zip(self._frontiers(), points, strict=True):
+            for (blocks, _), point in zip(self.frontiers(), points, strict=True):
                 held[blocks] = np.maximum(held[blocks], point.num_bytes)
                 both[blocks] = np.maximum(both[blocks], point.seconds)
             yield held, both
 
-    def _frontiers(self) -> tuple[tuple[list[int], tuple[FrontierPoint, ...]], ...]:
+    def frontiers(self) -> tuple[tuple[list[int], tuple[FrontierPoint, ...]], ...]:
         """Blocks and frontier of the kinds that keep most in all their blocks."""
         if self._kind_frontiers is None:
             counts, least = self.problem.counts, self.tight().held_bytes

@@ -109,7 +109,7 @@ def simulate(
     times: SegmentTimes,
     *,
     optimizer_s: Sequence[float],
-    slowdown: float = 0.0,
+    slowdown: float | Sequence[float] = 0.0,
     record: bool = False,
 ) -> Simulation:
     """Run ``schedule``.
@@ -118,7 +118,8 @@ def simulate(
         schedule: The actions of every stage.
         times: Costs of the segments.
         optimizer_s: Seconds of the optimizer on each stage.
-        slowdown: Seconds by which a second of overlap lengthens compute, at most 1.
+        slowdown: Seconds by which a second of overlap lengthens compute, at most 1; or those of
+            each stage.
         record: Whether to keep the timeline.
 
     Raises:
@@ -126,6 +127,7 @@ def simulate(
     """
     items = schedule.items if isinstance(schedule, CompactSchedule) else _one_by_one(schedule)
     messages: dict[int, float] = {}
+    slower = slowdown if isinstance(slowdown, Sequence) else [slowdown] * len(items)
     ranks = [
         _Rank(
             items=of_stage,
@@ -133,7 +135,7 @@ def simulate(
             times=times,
             messages=messages,
             optimizer_s=optimizer_s[stage],
-            slowdown=slowdown,
+            slowdown=slower[stage],
             record=record,
         )
         for stage, of_stage in enumerate(items)

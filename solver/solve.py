@@ -165,7 +165,7 @@ def make_plan(
             num_parameters=sum(math.prod(p.shape) for p in model.parameters.values()),
             fingerprint=model.fingerprint,
         ),
-        cluster=cluster.ref(),
+        cluster=cluster.ref(candidate.group_order),
         mesh=MeshPlan(
             pp=mesh.pp,
             dp_replicate=mesh.dp_replicate,

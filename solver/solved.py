@@ -12,7 +12,8 @@ from autopar.ir.schedule import CompactSchedule
 from autopar.ir.schedules import compact_schedule
 from autopar.solver.candidates import Candidate
 from autopar.solver.layout.problem import Solution
-from autopar.solver.settings import Setting
+from autopar.solver.mixed import AnySetting
+from autopar.solver.runs import on_stage
 from autopar.solver.simulate import SegmentTimes, Simulation, simulate
 from autopar.solver.stages import Stager
 
@@ -23,7 +24,7 @@ class Solved:
 
     candidate: Candidate
     solution: Solution
-    setting: Setting
+    setting: AnySetting
     stager: Stager
     cuts: tuple[int, ...]  # first block of each virtual stage, then the number of blocks
     segments: tuple[tuple[int, int, int], ...]  # stage, first block, last block
@@ -38,7 +39,7 @@ class Solved:
 
 def simulate_cuts(
     candidate: Candidate,
-    setting: Setting,
+    setting: AnySetting,
     solution: Solution,
     stager: Stager,
     cuts: tuple[int, ...],
@@ -65,7 +66,7 @@ def simulate_cuts(
         schedule,
         times,
         optimizer_s=optimizer_s(stager, segments),
-        slowdown=stager.cluster.hardware.overlap.slowdown,
+        slowdown=stager.sites.slowdown.tolist(),
     )
     return Solved(
         candidate=candidate,
@@ -82,10 +83,16 @@ def simulate_cuts(
 
 def optimizer_s(stager: Stager, segments: Sequence[tuple[int, int, int]]) -> tuple[float, ...]:
     """Seconds of the optimizer and of what else comes once a step, by stage."""
-    seconds = stager.optimizer_s() + stager.costs.step_s
-    once = stager.cluster.hardware.runtime.step_s
+    seconds, once = stager.once_s(), stager.sites.step_s.tolist()
     return tuple(
-        once + float(sum(seconds[i : j + 1].sum() for holder, i, j in segments if holder == stage))
+        once[stage]
+        + float(
+            sum(
+                on_stage(seconds, stage)[i : j + 1].sum()
+                for holder, i, j in segments
+                if holder == stage
+            )
+        )
         for stage in range(stager.candidate.pp)
     )
 
@@ -95,7 +102,10 @@ def segment_times(stager: Stager, segments: Sequence[tuple[int, int, int]]) -> S
     costs, num = stager.costs, len(segments)
 
     def sums(values: np.ndarray) -> tuple[float, ...]:
-        return tuple(float(values[first : last + 1].sum()) for _, first, last in segments)
+        return tuple(
+            float(on_stage(values, stage)[first : last + 1].sum())
+            for stage, first, last in segments
+        )
 
     sends = []
     for index, (stage, _, last) in enumerate(segments):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import cast
 
 from autopar.ir.errors import InputError
@@ -28,6 +29,9 @@ LONG_SEQUENCE = 32768
 VIRTUAL_STAGES = (2, 3, 4, 8)
 """Numbers of virtual stages on each stage that are searched; others can be pinned."""
 
+MOST_PERMUTED = 3
+"""Groups of nodes of which all orders are searched."""
+
 MAX_CONTEXT = 64
 """The largest context axis that is searched; larger ones can be pinned."""
 
@@ -45,7 +49,8 @@ def candidates(
     found = tuple(
         candidate
         for mesh in _meshes(cluster, model, pin)
-        for candidate in _of_mesh(mesh, global_batch_size, model, pin)
+        for order in _group_orders(cluster, mesh)
+        for candidate in _of_mesh(mesh, order, global_batch_size, model, pin)
     )
     if not found:
         pinned = ", ".join(f"{name}={value}" for name, value in pin.items()) or "nothing"
@@ -70,6 +75,8 @@ def _meshes(cluster: Cluster, model: Divisible, pin: Pins) -> Iterator[Mesh]:
         for tp in _degree("tp", gpus // pp, degrees):
             if "tp" not in degrees and tp > cluster.gpus_per_node:
                 continue
+            if any(group.num_gpus % tp for group in cluster.groups):
+                continue  # the ranks of a tensor axis are in one group of nodes
             for cp in _context_degrees(gpus // pp // tp, degrees, model):
                 for ep in _expert_degrees(gpus // pp // tp // cp, degrees, model):
                     dp = gpus // pp // tp // cp // ep
@@ -117,8 +124,28 @@ def _data_degrees(dp: int, in_node: int, degrees: Mapping[str, int]) -> Iterator
         yield dp // shard, shard
 
 
+def _group_orders(cluster: Cluster, mesh: Mesh) -> Iterator[tuple[int, ...]]:
+    """Orders of the groups of nodes along the pipeline, of groups that are alike only one; of many
+    groups only that of the file and the reverse.
+    """
+    groups = range(len(cluster.groups))
+    if not cluster.is_mixed:
+        yield ()
+        return
+    found: Iterable[tuple[int, ...]] = [tuple(groups)]
+    if mesh.pp > 1:
+        few = len(groups) <= MOST_PERMUTED
+        found = itertools.permutations(groups) if few else [*found, tuple(reversed(groups))]
+    seen: set[tuple[str, ...]] = set()
+    for order in found:
+        kinds = tuple(cluster.groups[place].fingerprint for place in order)
+        if kinds not in seen:
+            seen.add(kinds)
+            yield order
+
+
 def _of_mesh(
-    mesh: Mesh, global_batch_size: int, model: Divisible, pin: Pins
+    mesh: Mesh, order: tuple[int, ...], global_batch_size: int, model: Divisible, pin: Pins
 ) -> Iterator[Candidate]:
     if global_batch_size % mesh.batch_ranks:
         return
@@ -130,7 +157,7 @@ def _of_mesh(
     for micro_batch_size in _micro_batch_sizes(share, pin):
         for zero_stage in _zero_stages(mesh, pin):
             for recompute in recomputes:
-                for schedule, virtual in _schedules(mesh.pp, model, pin):
+                for schedule, virtual in _schedules(mesh.pp, model, pin, is_mixed=bool(order)):
                     candidate = Candidate(
                         pp=mesh.pp,
                         dp_replicate=mesh.dp_replicate,
@@ -149,6 +176,7 @@ def _of_mesh(
                         loss_parallel=bool(pin.get("loss_parallel", 1)),
                         cuts=cast("CutsName", pin.get("cuts", "balanced")),
                         extra_in_flight=int(pin.get("extra_in_flight", 0)),
+                        group_order=order,
                     )
                     if _holds(candidate, pin):
                         yield candidate
@@ -173,13 +201,15 @@ def _zero_stages(mesh: Mesh, pin: Pins) -> tuple[int, ...]:
     return (0, 1, 2, 3) if asked else (0,)
 
 
-def _schedules(pp: int, model: Divisible, pin: Pins) -> Iterator[tuple[ScheduleName, int]]:
+def _schedules(
+    pp: int, model: Divisible, pin: Pins, *, is_mixed: bool
+) -> Iterator[tuple[ScheduleName, int]]:
     """Schedules with numbers of virtual stages: over several, 1F1B is interleaved, and the layered
-    order makes the modular pipeline.
+    order makes the modular pipeline. On several kinds of nodes stages have no virtual ones.
     """
     pinned = pin.get("schedule")
-    if "virtual_stages" in pin:
-        numbers: tuple[int, ...] = (int(pin["virtual_stages"]),)
+    if "virtual_stages" in pin or is_mixed:
+        numbers: tuple[int, ...] = (int(pin.get("virtual_stages", 1)),)
     else:
         most = model.num_blocks // pp if pp > 1 else 1
         numbers = (1, *(number for number in VIRTUAL_STAGES if number <= most))

@@ -1,7 +1,8 @@
 """What runs of blocks cost as stages of a candidate: seconds and bytes of every run at once.
 
-All matrices are indexed ``[i, j]``: the run of blocks ``i … j − 1``. Sums are differences of prefix
-sums, so that a candidate with 82 blocks and 64 stages takes milliseconds.
+Sums over runs are differences of prefix sums, so that a candidate with 82 blocks and 64 stages
+takes milliseconds. Seconds are one number for each block, or, where stages are on nodes of
+different kinds, a row of them for each stage (``sites``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from autopar.solver.hardware import Cluster
 from autopar.solver.in_flight import in_flight, in_parts
 from autopar.solver.reach import Floor
 from autopar.solver.runs import Rounds, Runs, prefixes
+from autopar.solver.sites import Border, Sites
 
 ROUNDED_BYTES = 16
 """Each cause of ``bytes_by_cause`` is rounded down: no sum of them is so much below the account."""
@@ -39,6 +41,11 @@ class Stager:
     candidate: Candidate
     costs: BlockCosts
     sizes: Itemsizes
+
+    @functools.cached_property
+    def sites(self) -> Sites:
+        """On which nodes its stages are."""
+        return self.candidate.sites(self.cluster)
 
     def virtual_stages(self, stage: int, cuts: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """First and last block of each virtual stage of a stage, one of ``candidate``'s each.
@@ -65,14 +72,13 @@ class Stager:
 
     def adding_s(self) -> Floats:
         """Seconds in which each block's gradients are added to those of earlier micro-batches."""
-        return self._parameter_costs().adding_s(
-            self.costs.num_parameters,
-            self.costs.shared_numel,
-            num_micro_batches=self.candidate.num_micro_batches,
+        return self.sites.most(
+            lambda cluster: ParameterCosts(cluster.hardware, self.sizes).adding_s(
+                self.costs.num_parameters,
+                self.costs.shared_numel,
+                num_micro_batches=self.candidate.num_micro_batches,
+            )
         )
-
-    def _parameter_costs(self) -> ParameterCosts:
-        return ParameterCosts(self.cluster.hardware, self.sizes)
 
     def gather_s(self) -> Floats:
         """Seconds of gathering the parameters of each block over the shard axis."""
@@ -84,43 +90,45 @@ class Stager:
 
     @functools.cached_property
     def _gather_s(self) -> Floats:
-        gathering = self._collective_s(Collective.ALL_GATHER, self.sizes.compute)
-        if self.candidate.zero_stage == 0 or self.candidate.num_shards == 1:
-            return gathering
-        num = self.costs.num_parameters
-        return gathering + self._parameter_costs().copying_s(num, self.costs.numel)
+        return self.sites.most(self._gather_on_s)
 
     @functools.cached_property
     def _reduce_s(self) -> Floats:
-        if self.candidate.zero_stage == 0:
-            return self._collective_s(Collective.ALL_REDUCE, self.sizes.reduce)
-        scattered = self._collective_s(Collective.REDUCE_SCATTER, self.sizes.reduce)
-        if self.candidate.dp_replicate == 1:
-            return scattered
-        links, group = Links(self.cluster), self._replicate_group()
-        numel = self._shard_numel(self.costs.numel, self.costs.expert_numel)
-        return scattered + _seconds_of(
-            links, Collective.ALL_REDUCE, numel * self.sizes.reduce, group
-        )
+        return self.sites.most(self._reduce_on_s)
 
-    def _collective_s(self, collective: Collective, itemsize: int) -> Floats:
+    def _gather_on_s(self, cluster: Cluster) -> Floats:
+        gathering = self._collective_s(cluster, Collective.ALL_GATHER, self.sizes.compute)
+        if self.candidate.zero_stage == 0 or self.candidate.num_shards == 1:
+            return gathering
+        costs = ParameterCosts(cluster.hardware, self.sizes)
+        return gathering + costs.copying_s(self.costs.num_parameters, self.costs.numel)
+
+    def _reduce_on_s(self, cluster: Cluster) -> Floats:
+        candidate, itemsize = self.candidate, self.sizes.reduce
+        if candidate.zero_stage == 0:
+            return self._collective_s(cluster, Collective.ALL_REDUCE, itemsize)
+        scattered = self._collective_s(cluster, Collective.REDUCE_SCATTER, itemsize)
+        if candidate.dp_replicate == 1:
+            return scattered
+        stride = candidate.tp * candidate.num_shards
+        group = group_of(cluster, size=candidate.dp_replicate, stride=stride)
+        num_bytes = self._shard_numel(self.costs.numel, self.costs.expert_numel) * itemsize
+        return scattered + _seconds_of(Links(cluster), Collective.ALL_REDUCE, num_bytes, group)
+
+    def _collective_s(self, cluster: Cluster, collective: Collective, itemsize: int) -> Floats:
         """Of the parameters that context and expert ranks share, and of the experts apart."""
         candidate = self.candidate
         if candidate.zero_stage == 0 and collective is Collective.ALL_GATHER:
             return np.zeros(self.costs.num_blocks)
         ranks = (candidate.dp_shard if candidate.zero_stage else candidate.dp) * candidate.cp
-        links, experts = Links(self.cluster), self.costs.expert_numel * itemsize
-        group = group_of(self.cluster, size=ranks * candidate.ep, stride=candidate.tp)
+        links, experts = Links(cluster), self.costs.expert_numel * itemsize
+        group = group_of(cluster, size=ranks * candidate.ep, stride=candidate.tp)
         total = _seconds_of(links, collective, self.costs.numel * itemsize - experts, group)
         if not experts.any():
             return total
         stride = candidate.tp * candidate.ep
-        apart = group_of(self.cluster, size=ranks, stride=stride)
+        apart = group_of(cluster, size=ranks, stride=stride)
         return total + _seconds_of(links, collective, experts, apart)
-
-    def _replicate_group(self) -> Group:
-        stride = self.candidate.tp * self.candidate.num_shards
-        return group_of(self.cluster, size=self.candidate.dp_replicate, stride=stride)
 
     def _shard_numel(self, numel: Floats, expert_numel: Floats) -> Floats:
         """Elements of a rank's ZeRO shards."""
@@ -136,37 +144,47 @@ class Stager:
         numel = self.costs.numel
         if self.candidate.zero_stage:
             numel = self._shard_numel(numel, self.costs.expert_numel)
-        return self._parameter_costs().update_s(self.costs.num_first_parameters, numel)
+        num = self.costs.num_first_parameters
+        return self.sites.most(
+            lambda cluster: ParameterCosts(cluster.hardware, self.sizes).update_s(num, numel)
+        )
+
+    def once_s(self) -> Floats:
+        """Seconds of the optimizer and of reductions over the tensor axis, once a step."""
+        return self.optimizer_s() + self.costs.step_s
 
     def border_s(self, block: int, border: int) -> float:
         """Seconds until what passes from before ``block`` to it and after is on the next stage."""
-        crosses, known = self._crosses_nodes(border), self._borders
-        if (block, crosses) not in known:
-            known[block, crosses] = self._border_s(block, border)
-        return known[block, crosses]
+        place, known = self.sites.borders[border], self._borders
+        if (block, place) not in known:
+            known[block, place] = self._border_s(block, border)
+        return known[block, place]
 
     @functools.cached_property
-    def _borders(self) -> dict[tuple[int, bool], float]:
+    def _borders(self) -> dict[tuple[int, Border], float]:
         return {}
 
     def _border_s(self, block: int, border: int) -> float:
         gathered = float(self.costs.gathered_bytes[block])
-        group = group_of(self.cluster, size=self.candidate.tp, stride=1)
-        gather_s = Links(self.cluster).seconds(Collective.ALL_GATHER, gathered, group)
+        gather_s = max(
+            Links(cluster).seconds(
+                Collective.ALL_GATHER, gathered, group_of(cluster, size=self.candidate.tp, stride=1)
+            )
+            for cluster in self.sites.borders[border].site
+        )
         return self.message_s(float(self.costs.sent_bytes[block]), border) + gather_s
 
     def message_s(self, num_bytes: float, border: int) -> float:
         """Seconds of a message of a rank from stage ``border`` to the next."""
-        return Links(self.cluster).message_seconds(
-            num_bytes,
-            crosses_nodes=self._crosses_nodes(border),
-            sharing=min(self.candidate.ranks_per_stage, self.cluster.gpus_per_node),
+        place = self.sites.borders[border]
+        return max(
+            Links(cluster).message_seconds(
+                num_bytes,
+                crosses_nodes=place.crosses_nodes,
+                sharing=min(self.candidate.ranks_per_stage, cluster.gpus_per_node),
+            )
+            for cluster in place.site
         )
-
-    def _crosses_nodes(self, border: int) -> bool:
-        per_stage, per_node = self.candidate.ranks_per_stage, self.cluster.gpus_per_node
-        crosses = per_stage >= per_node or ((border + 1) * per_stage) % per_node == 0
-        return crosses and self.cluster.nodes > 1
 
     # Bytes
 
@@ -222,16 +240,16 @@ class Stager:
         numel = float(sum(elements for elements, _ in merged.values()))
         return numel, float(sum(elements for elements, is_expert in merged.values() if is_expert))
 
-    def bytes_by_cause(self, contents: StageContents) -> dict[str, int]:
-        """Peak bytes of a rank of a stage."""
+    def bytes_by_cause(self, stage: int, cuts: Sequence[int]) -> dict[str, int]:
+        """Peak bytes of a rank of a stage; for ``cuts`` see ``virtual_stages``."""
         return rank_bytes(
-            contents,
+            self.contents(stage, cuts),
             sizes=self.sizes,
             zero_stage=self.candidate.zero_stage,
             num_shards=self.candidate.num_shards,
             ep=self.candidate.ep,
             layered=self.candidate.schedule == "layered",
-            hardware=self.cluster.hardware,
+            memory=self.sites.memory[stage],
         )
 
     def kept_bytes(self) -> Floats:
@@ -275,7 +293,18 @@ class Stager:
 
     def stage_bytes(self, stage: int, cuts: Sequence[int]) -> int:
         """Peak bytes of one stage."""
-        return sum(self.bytes_by_cause(self.contents(stage, cuts)).values())
+        return sum(self.bytes_by_cause(stage, cuts).values())
+
+    def most_missing(self, cuts: Sequence[int]) -> int:
+        """By how much the stage that is worst off exceeds what it may fill; negative: by how much
+        it does not.
+        """
+        usable = self.sites.usable_bytes.astype(int).tolist()
+        return max(peak - room for peak, room in zip(self.peak_bytes(cuts), usable, strict=True))
+
+    def fits(self, cuts: Sequence[int]) -> bool:
+        """Whether every stage has room for what it holds at its fullest."""
+        return self.most_missing(cuts) <= 0
 
     def run_peaks(self, runs: Runs, *, shared: bool = True) -> Floats:
         """Peak bytes of runs, without virtual stages; without ``shared``, parameters that several
@@ -319,8 +348,8 @@ class Stager:
         """Bytes that runs may keep, with those of the block that is recomputed; negative where
         nothing fits. For ``shared`` see ``run_peaks``; without it, no run that fits keeps more.
         """
-        usable = self.cluster.usable_bytes + (0 if shared else ROUNDED_BYTES)
-        return self._account(runs, shared=shared).most_kept(usable)
+        usable = self.sites.usable_bytes + (0 if shared else ROUNDED_BYTES)
+        return self._account(runs, shared=shared).most_kept(usable[runs.stage])
 
     @functools.cached_property
     def flying(self) -> Floats:
@@ -345,10 +374,19 @@ class Stager:
         )
         return fixed, (sharded if zero >= 1 else numel) * sizes.widened
 
+    @functools.cached_property
+    def _lost_shares(self) -> Floats:
+        """What the allocator of each stage loses of what comes and goes."""
+        pairs = zip(self.sites.memory, self.flying, strict=True)
+        return np.array([memory.lost_share(overlap=bool(n > 1)) for memory, n in pairs])
+
+    @functools.cached_property
+    def _context_bytes(self) -> Floats:
+        return np.array([float(memory.context_bytes) for memory in self.sites.memory])
+
     def least_run_bytes(self) -> LeastBytes:
         """What no run has fewer bytes than, as a sum over its blocks."""
         candidate, costs = self.candidate, self.costs
-        memory = self.cluster.hardware.memory
         parameters, _ = self._parameter_bytes(costs.numel, costs.expert_numel)
         kept = again = self._kept[1]
         if candidate.recompute == "blocks" and not candidate.recomputed_blocks:
@@ -356,8 +394,8 @@ class Stager:
         numbers = self.flying.copy()
         if candidate.schedule == "layered" and not candidate.per_block:
             numbers[-1] = 1  # the last segment has one micro-batch at a time
-        lost = np.array([1 + memory.lost_share(overlap=bool(n > 1)) for n in self.flying])
-        room = self.cluster.usable_bytes + ROUNDED_BYTES - memory.context_bytes
+        lost = 1 + self._lost_shares
+        room = self.sites.usable_bytes + ROUNDED_BYTES - self._context_bytes
         return LeastBytes(
             parameters=parameters,
             kept=kept,
@@ -393,7 +431,7 @@ class Stager:
         arrays, and held to it by a test.
         """
         costs, candidate, sizes = self.costs, self.candidate, self.sizes
-        memory, zero = self.cluster.hardware.memory, candidate.zero_stage
+        zero = candidate.zero_stage
         numel_of_blocks = costs.shared_numel if shared else costs.numel
         experts = runs.sums(costs.shared_expert_numel if shared else costs.expert_numel)
         numel = runs.sums(numel_of_blocks)
@@ -411,12 +449,11 @@ class Stager:
         borders = np.append(costs.border_bytes, 0.0)
         messages = 2.0 * runs.at_ends(borders)
         temporary = np.maximum(runs.maxima(costs.temporary_bytes), buffers)
-        lost = np.array([memory.lost_share(overlap=bool(n > 1)) for n in self.flying])
         return Account(
-            fixed=fixed + memory.context_bytes,
+            fixed=fixed + self._context_bytes[runs.stage],
             beside=temporary + messages + gathered,
             floor=floor,
-            fragmentation=lost[runs.stage],
+            fragmentation=self._lost_shares[runs.stage],
         )
 
 
@@ -441,7 +478,7 @@ class Account:
         held = kept + self.beside
         return self.fixed + np.maximum(held, self.floor) + held * self.fragmentation
 
-    def most_kept(self, usable_bytes: float) -> Floats:
+    def most_kept(self, usable_bytes: Floats) -> Floats:
         """The most that runs can keep; negative where nothing fits."""
         room, share = usable_bytes - self.fixed, self.fragmentation
         with np.errstate(divide="ignore", invalid="ignore"):  # nothing is lost: no limit

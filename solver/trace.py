@@ -51,6 +51,8 @@ def trace(plan: Plan, simulation: Simulation) -> dict[str, object]:
 def _names(plan: Plan, stage: int) -> Iterator[TraceEvent]:
     ranks = plan.device_mesh().num_ranks // plan.mesh.pp
     name = f"stage {stage} (each of {ranks} ranks)" if ranks > 1 else f"stage {stage}"
+    nodes = plan.prediction.ranks[stage].nodes
+    name += f" on {nodes}" if nodes else ""
     yield _metadata(stage, "process_name", {"name": name})
     yield _metadata(stage, "process_sort_index", {"sort_index": stage})
     for thread, what in ((COMPUTE, "compute"), (COMMUNICATION, "communication")):

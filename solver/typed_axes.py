@@ -32,17 +32,28 @@ EXPERT = AxisRule(name=EXPERT_AXIS, shards_batch=True, shards_experts=True)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TypedAxes:
-    """Typings of context and expert axes by degree, solved when asked for."""
+    """Typings of context and expert axes by degree, solved when asked for.
+
+    Attributes:
+        typed: Axes whose typings these have, whatever is best on ``cluster``.
+    """
 
     facts: ModelFacts
     cluster: Cluster
+    typed: TypedAxes | None = None
     _context: dict[tuple[int, int], AxisTyping] = field(default_factory=dict)
     _expert: dict[int, AxisTyping] = field(default_factory=dict)
     _outer: dict[tuple[int, int], OuterAxes] = field(default_factory=dict)
     _traffic: dict[tuple[int, int], OuterTraffic] = field(default_factory=dict)
 
+    def on(self, cluster: Cluster) -> TypedAxes:
+        """The same typings on other nodes."""
+        return TypedAxes(facts=self.facts, cluster=cluster, typed=self)
+
     def typings(self, *, cp: int, ep: int) -> dict[str, AxisTyping]:
         """Typings of those of the two axes that have several ranks, by name."""
+        if self.typed is not None:
+            return self.typed.typings(cp=cp, ep=ep)
         found: dict[str, AxisTyping] = {}
         if ep > 1:
             found[EXPERT_AXIS] = self._expert_typing(ep)
@@ -52,6 +63,8 @@ class TypedAxes:
 
     def outer(self, *, cp: int, ep: int) -> OuterAxes:
         """What the two axes leave of a model to the tensor axis."""
+        if self.typed is not None:
+            return self.typed.outer(cp=cp, ep=ep)
         if (cp, ep) not in self._outer:
             axes = _axes(self.typings(cp=cp, ep=ep), cp=cp, ep=ep)
             self._outer[cp, ep] = OuterAxes(tuple(axes.values()))

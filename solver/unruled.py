@@ -13,7 +13,7 @@ from autopar.solver.costs.comm import Group, Links
 from autopar.solver.costs.families import op_text
 from autopar.solver.costs.kernels import Kernels
 from autopar.solver.hardware import Cluster
-from autopar.solver.layout.costing import Coster
+from autopar.solver.layout.costing import Coster, OpSeconds
 from autopar.solver.layout.outer import OuterAxes
 
 
@@ -25,9 +25,13 @@ def replicated_ops(
     Args:
         sequences: Of a micro-batch on all data ranks: every rank computes them all.
         num_micro_batches: Of a step.
+
+    Where nodes differ, seconds are those on the slowest.
     """
     alone = Group(size=1, per_node=1, sharing=1)
-    coster = Coster(Kernels(cluster.hardware), Links(cluster), alone, sequences)
+    costers = [
+        Coster(Kernels(group.hardware), Links(group), alone, sequences) for group in cluster.groups
+    ]
     copies = model.multiplicity()
     found: dict[tuple[str, str], tuple[int, float]] = {}
     for kind in model.kinds.values():
@@ -38,13 +42,18 @@ def replicated_ops(
                 operands=(REPLICATED,) * len(operands_of(node)),
                 results=(REPLICATED,) * len(info(node).tensors),
             )
-            seconds = coster.op(node, OuterAxes().view(kind, node), option)
+            view = OuterAxes().view(kind, node)
+            seconds = max(_seconds(coster.op(node, view, option)) for coster in costers)
             key = (op_text(node), info(node).source)
             count, total = found.get(key, (0, 0.0))
-            each = (seconds.forward_s + seconds.backward_s) * num_micro_batches
+            each = seconds * num_micro_batches
             found[key] = (count + copies[kind.name], total + each * copies[kind.name])
     ops = [
         ReplicatedOp(op=op, source=source, count=count, seconds=seconds)
         for (op, source), (count, seconds) in found.items()
     ]
     return tuple(sorted(ops, key=lambda op: (-op.seconds, op.op, op.source)))
+
+
+def _seconds(cost: OpSeconds) -> float:
+    return cost.forward_s + cost.backward_s

@@ -110,8 +110,7 @@ def cut_bounds_s(
     both, backward = rounds.each.sums(times.both), rounds.each.sums(times.backward)
     hops = [[2 * stager.border_s(cut[s + 1], s) for s in range(pp - 1)] for cut in cuts]
     work = candidate.num_micro_batches * (both.sum(axis=1) + again)
-    once = rounds.sums(stager.optimizer_s() + stager.costs.step_s)
-    once = once + stager.cluster.hardware.runtime.step_s
+    once = rounds.sums(stager.once_s()) + stager.sites.step_s
     before, returned = _passed_s(both[:, 0], hops), _passed_s(backward[:, 0], hops)
     busy = before + work + beside + np.maximum(0.0, once - returned)
     found: Floats = np.maximum(busy, stream + once).max(axis=1)
@@ -136,7 +135,7 @@ def _traffic_s(
         again: Of gathers for a forward and a backward in ZeRO 3, the last one kept in between.
     """
     candidate, zero = stager.candidate, stager.candidate.zero_stage
-    slowdown, num = stager.cluster.hardware.overlap.slowdown, candidate.num_micro_batches
+    slowdown, num = stager.sites.slowdown, candidate.num_micro_batches
     if candidate.schedule == "layered" or zero <= 1:
         stream = (again if zero == 3 else gathers) + reductions
         return slowdown * np.maximum(0.0, gathers + reductions - at_ends), stream

@@ -42,7 +42,7 @@ def shadow_prices(instance: Instance, best: Solved) -> tuple[WhatIf, ...]:
 
 
 def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
-    yield "1 GiB more per GPU", cluster.with_memory(cluster.usable_bytes + _GIB)
+    yield "1 GiB more per GPU", cluster.with_more_memory(_GIB)
     if cluster.nodes > 1:
         yield "twice the network between nodes", cluster.scaled(network=2)
     if cluster.gpus_per_node > 1:

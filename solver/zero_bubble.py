@@ -26,6 +26,7 @@ from autopar.solver.bounds import AgainSeconds, StageBounds, StageTimes, exact_t
 from autopar.solver.candidates import Candidate
 from autopar.solver.cuts import best_cuts
 from autopar.solver.facts import Floats
+from autopar.solver.passing import least_prefix
 from autopar.solver.reach import Floor, Reach
 from autopar.solver.recomputing import again_s
 from autopar.solver.runs import Runs
@@ -131,7 +132,8 @@ class PartBounds(StageBounds):
     @property
     def reach(self) -> Reach:
         stager, stages = self.stager, self.stager.candidate.pp
-        work = np.tile(stager.candidate.num_micro_batches * self.before, (stages, 1))
+        before = least_prefix(self.times.both)
+        work = np.tile(stager.candidate.num_micro_batches * before, (stages, 1))
         first = work - np.concatenate([[0.0], np.cumsum(self.forward)])
         return Reach(
             seconds=(Floor(first=first, end=work),),  # (A)
@@ -162,8 +164,7 @@ class PartBounds(StageBounds):
         leaves = leaves - self.messages[stage] + num * again
         leaves = leaves + (num - left) * runs.sums(self.times.both)
         last = leaves + left * runs.sums(early)  # (E)
-        once = runs.sums(stager.optimizer_s() + stager.costs.step_s)
-        once = once + stager.cluster.hardware.runtime.step_s
+        once = runs.sums(stager.once_s()) + stager.sites.step_s[stage]
         bound = np.maximum(bound + self._last_reduction_s(runs), self._stream_s(runs)) + once
         bound = np.maximum(bound, last)
         return np.where(np.isfinite(needed), bound, np.inf)

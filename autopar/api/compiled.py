@@ -195,10 +195,7 @@ def _check_ranks(num_ranks: int, what: str) -> None:
 
 
 def _describe(cluster: ClusterRef) -> str:
-    return (
-        f"{cluster.nodes} × {cluster.gpus_per_node} × {cluster.hardware} "
-        f"({cluster.fingerprint[:8]})"
-    )
+    return f"{cluster} ({cluster.fingerprint[:8]})"
 
 
 def _run_plan(

@@ -69,10 +69,9 @@ class Estimate(solver_estimate.Estimate):
             else f"does not fit: {bytes_text(peak - usable)} too much"
         )
         used = self.candidate.mesh().num_ranks
-        available = self.cluster.nodes * self.cluster.gpus_per_node
         return "\n".join(
             (
-                f"{self.model} on {used} of {available} × {self.cluster.hardware}",
+                f"{self.model} on {self.cluster.used(used)}",
                 f"  {self.candidate}",
                 f"  step {seconds_text(self.step_s)}, {self.tokens_per_s:,.0f} tokens/s, "
                 f"MFU {self.mfu:.1%}",

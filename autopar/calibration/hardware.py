@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -29,9 +28,7 @@ def with_values(hardware: Hardware, values: Mapping[str, float]) -> Hardware:
 
 def on(cluster: Cluster, hardware: Hardware) -> Cluster:
     """A cluster of as many nodes and ranks, of other hardware; only costs may be asked of it."""
-    other = copy.copy(cluster)
-    other.hardware = hardware
-    return other
+    return cluster.with_hardware(hardware)
 
 
 def _with_value(record: Any, names: list[str], value: float) -> Any:

@@ -117,10 +117,12 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster",
         default="a100-80gb",
         metavar="NAME",
-        help="a100-80gb, a100-40gb, h100-80gb, cpu-local, or a hardware file "
+        help="a100-80gb, a100-40gb, h100-80gb, cpu-local, or a hardware or cluster file "
         "(default: %(default)s)",
     )
-    parser.add_argument("--nodes", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="default: 1, or as in the cluster file"
+    )
     parser.add_argument(
         "--gpus-per-node", type=int, metavar="N", help="default: as in the hardware file"
     )

@@ -18,7 +18,7 @@ from autopar import api
 from autopar.cli import STARTED_BY_US
 from autopar.cli.start_ranks import start_ranks
 from autopar.ir.errors import InputError
-from autopar.ir.plan import Plan, read_plan
+from autopar.ir.plan import ClusterRef, Plan, read_plan
 from autopar.runtime import StepResult
 
 
@@ -74,11 +74,30 @@ def _start_ranks(plan: Plan, arguments: argparse.Namespace) -> None:
         raise InputError(
             f"the plan is for {plan.cluster.nodes} nodes; ranks are started here on one node only",
             where=str(arguments.plan),
-            hint=f"on every node: torchrun --nnodes {plan.cluster.nodes} --nproc-per-node "
-            f"{plan.cluster.gpus_per_node} --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
-            f"{' '.join(command)}",
+            hint=_torchrun(plan.cluster, " ".join(command)),
         )
     start_ranks(plan.device_mesh().num_ranks, [sys.executable, *command])
+
+
+def _torchrun(cluster: ClusterRef, command: str) -> str:
+    """How to start ranks on several nodes. Those of several groups are told which node they are:
+    ranks are numbered in the order of groups.
+    """
+    if not cluster.groups:
+        return (
+            f"on every node: torchrun --nnodes {cluster.nodes} --nproc-per-node "
+            f"{cluster.gpus_per_node} --rdzv-backend c10d --rdzv-endpoint HOST:PORT {command}"
+        )
+    nodes, first = [], 0
+    for group in cluster.groups:
+        last = first + group.nodes - 1
+        ranks = f"{first} to {last}" if last > first else f"{first}"
+        nodes.append(f"{ranks} on {group.name} with --nproc-per-node {group.gpus_per_node}")
+        first += group.nodes
+    return (
+        f"on every node: torchrun --nnodes {cluster.nodes} --node-rank N --master-addr HOST "
+        f"--master-port PORT {command}, where N is {', '.join(nodes)}"
+    )
 
 
 def _make_directory(path: Path) -> None:

@@ -37,12 +37,10 @@ def explain(plan: Plan) -> str:
 
 def _summary(plan: Plan) -> str:
     certificate, prediction = plan.certificate, plan.prediction
-    num_gpus = plan.device_mesh().num_ranks
-    available = plan.cluster.nodes * plan.cluster.gpus_per_node
     return "\n".join(
         (
             f"{plan.model.name} ({plan.model.num_parameters / 1e9:.3g} B parameters) "
-            f"on {num_gpus} of {available} × {plan.cluster.hardware}",
+            f"on {plan.cluster.used(plan.device_mesh().num_ranks)}",
             f"  step {seconds_text(prediction.step_s)}, {prediction.tokens_per_s:,.0f} tokens/s, "
             f"MFU {prediction.mfu:.1%}, fullest rank "
             f"{bytes_text(prediction.fullest.peak_bytes)} of {bytes_text(prediction.usable_bytes)}",
@@ -104,8 +102,13 @@ def _stages(plan: Plan) -> str:
     for stage in range(plan.mesh.pp):
         held = [segment for segment in plan.segments if segment.stage == stage]
         runs = _runs((segment.first_block, segment.last_block) for segment in held)
+        nodes = plan.prediction.ranks[stage].nodes
         lines.append(
-            (f"stage {stage}", f"blocks {runs} in {len(held)} segment{'s' * (len(held) != 1)}")
+            (
+                f"stage {stage}",
+                f"blocks {runs} in {len(held)} segment{'s' * (len(held) != 1)}"
+                + (f" on {nodes}" if nodes else ""),
+            )
         )
     return named_rows(lines)
 

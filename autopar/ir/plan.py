@@ -46,8 +46,21 @@ class ModelRef:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class GroupRef:
+    """Nodes of one kind, of a cluster that has several."""
+
+    name: str
+    nodes: int
+    gpus_per_node: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class ClusterRef:
-    """Which ranks the plan is for. ``device`` and ``backend`` come from the hardware file."""
+    """Which ranks the plan is for. ``device`` and ``backend`` come from the hardware file.
+
+    ``groups`` are those of a cluster file in the order of ranks: the first ranks are started on the
+    nodes of the first one. Without it all nodes are of one kind.
+    """
 
     hardware: str
     nodes: int
@@ -55,6 +68,25 @@ class ClusterRef:
     device: str
     backend: str
     fingerprint: str
+    groups: tuple[GroupRef, ...] = ()
+
+    @property
+    def num_gpus(self) -> int:
+        """Ranks of all nodes."""
+        if self.groups:
+            return sum(group.nodes * group.gpus_per_node for group in self.groups)
+        return self.nodes * self.gpus_per_node
+
+    def __str__(self) -> str:
+        """``4 × 8 × a100-80gb + 2 × 8 × h100-80gb``."""
+        parts = [(group.nodes, group.gpus_per_node, group.name) for group in self.groups]
+        one = (self.nodes, self.gpus_per_node, self.hardware)
+        return " + ".join(f"{n} × {g} × {name}" for n, g, name in parts or [one])
+
+    def used(self, num_ranks: int) -> str:
+        """How many of its GPUs are used, and what they are."""
+        text = f"{num_ranks} of {self.num_gpus}"
+        return f"{text} GPUs ({self})" if self.groups else f"{text} × {self.hardware}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
@@ -187,18 +219,24 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class RankPrediction:
-    """Ranks with the same role (pipeline stage): bytes and seconds of a step by cause."""
+    """Ranks with the same role (pipeline stage): bytes and seconds of a step by cause.
+
+    ``nodes`` are the groups of nodes that they are on, and ``usable_bytes`` what each of them may
+    fill; None where all nodes are of one kind.
+    """
 
     stage: int
     num_ranks: int
     peak_bytes: int
     bytes_by_cause: Mapping[str, int]
     seconds_by_cause: Mapping[str, float]
+    nodes: str | None = None
+    usable_bytes: int | None = None
 
 
 def fullest_of(ranks: Sequence[RankPrediction]) -> RankPrediction:
-    """The ranks that need most memory."""
-    return max(ranks, key=lambda rank: rank.peak_bytes)
+    """The ranks that have least memory left."""
+    return max(ranks, key=lambda rank: rank.peak_bytes - (rank.usable_bytes or 0))
 
 
 def critical_of(ranks: Sequence[RankPrediction]) -> RankPrediction:
@@ -227,18 +265,21 @@ class SegmentCosts:
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class ActionCosts:
     """What the simulator needs beside the schedule: costs of the segments, seconds of the optimizer
-    on each stage, and by how many seconds a second of overlap lengthens compute.
+    on each stage, and by how many seconds a second of overlap lengthens compute; where stages
+    differ in that, ``slowdowns`` are those of each.
     """
 
     segments: tuple[SegmentCosts, ...]
     optimizer_s: tuple[float, ...]
     slowdown: float
+    slowdowns: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Prediction:
     """Predicted step. ``mfu`` counts model FLOPs without recomputation; ``action_costs`` are what
-    it was simulated with, None in plans of versions that did not store them.
+    it was simulated with, None in plans of versions that did not store them. ``usable_bytes`` are
+    those of the fullest rank.
     """
 
     step_s: float
@@ -251,7 +292,7 @@ class Prediction:
 
     @property
     def fullest(self) -> RankPrediction:
-        """The ranks that need most memory."""
+        """The ranks that have least memory left."""
         return fullest_of(self.ranks)
 
     @property
@@ -405,7 +446,7 @@ def from_json(text: str | bytes, *, where: str = "plan") -> Plan:
 
 def _check_consistency(plan: Plan, where: str) -> None:
     num_ranks = plan.device_mesh().num_ranks
-    if num_ranks > plan.cluster.nodes * plan.cluster.gpus_per_node:
+    if num_ranks > plan.cluster.num_gpus:
         raise PlanFormatError(f"the mesh has {num_ranks} ranks, more than the cluster", where=where)
     _check_layout_axes(plan, where)
     mesh = plan.device_mesh()

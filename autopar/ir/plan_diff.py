@@ -101,10 +101,7 @@ def _notes(one: Plan, other: Plan) -> Iterator[str]:
         )
         yield f"the plans are of different models ({what}): they do different work"
     if one.cluster.fingerprint != other.cluster.fingerprint:
-        texts = [
-            f"{c.nodes} × {c.gpus_per_node} × {c.hardware} ({c.fingerprint[:8]})"
-            for c in (one.cluster, other.cluster)
-        ]
+        texts = [f"{c} ({c.fingerprint[:8]})" for c in (one.cluster, other.cluster)]
         yield f"the plans are for different clusters: {texts[0]}, and {texts[1]}"
     tokens = [_tokens(plan) for plan in (one, other)]
     if tokens[0] != tokens[1]:
@@ -138,6 +135,7 @@ def _decided(plan: Plan) -> Iterator[tuple[str, str]]:
             name = "schedule" if part is plan.schedule and field.name == "name" else field.name
             yield f"{prefix}{name}", str(getattr(part, field.name))
     yield "blocks of stages", _cuts(plan)
+    yield "groups of nodes by rank", ", ".join(group.name for group in plan.cluster.groups)
     traffic = [move for move in plan.moves if (move.forward, move.backward) != ("none", "none")]
     num_bytes = sum(move.bytes for move in traffic)
     yield "collectives of a micro-batch", f"{len(traffic)} of {bytes_text(num_bytes)}"

@@ -89,7 +89,7 @@ def _bytes(run: Run, stage: StageContents, values: Values) -> float:
         num_shards=run.candidate.num_shards,
         ep=run.candidate.ep,
         layered=run.candidate.schedule == "layered",
-        hardware=with_values(run.cluster.hardware, values),
+        memory=with_values(run.cluster.hardware, values).memory,
     )
     return float(sum(causes.values()))
 

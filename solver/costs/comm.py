@@ -108,5 +108,4 @@ class Links:
         return link.bytes_per_s * (1 - link.lost_per_rank / num_ranks) * link.in_step
 
     def _network_bandwidth(self) -> float:
-        network = self.cluster.hardware.network
-        return network.node_bytes_per_s * network.efficiency
+        return self.cluster.hardware.network.bytes_per_s

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.plan import PrecisionName, TrainingPlan
-from autopar.solver.hardware import Hardware
+from autopar.solver.hardware.spec import Memory
 
 Numel = TypeVar("Numel", float, NDArray[np.float64])
 
@@ -110,13 +110,14 @@ def rank_bytes(
     num_shards: int,
     ep: int,
     layered: bool,
-    hardware: Hardware,
+    memory: Memory,
 ) -> dict[str, int]:
     """Bytes by cause; their sum is the peak.
 
     Args:
         num_shards: Ranks over which ZeRO shards what all of them use whole; the expert axis is one
             of their axes, so that experts have ``num_shards / ep``.
+        memory: What tensors cannot use.
     """
     sharded = shard_numel(stage.numel, stage.expert_numel, num_shards=num_shards, ep=ep)
     stored = sharded if zero_stage == 3 else stage.numel
@@ -151,7 +152,7 @@ def rank_bytes(
         "recompute": stage.recompute_bytes,
         "temporaries": max(0.0, stage.temporary_bytes - buffer),
         "messages": stage.message_bytes,
-        "context": hardware.memory.context_bytes,
-        "fragmentation": dynamic * hardware.memory.lost_share(overlap=stage.overlap),
+        "context": memory.context_bytes,
+        "fragmentation": dynamic * memory.lost_share(overlap=stage.overlap),
     }
     return {cause: int(amount) for cause, amount in causes.items()}

@@ -1,4 +1,7 @@
-"""Reading hardware files, strictly: every field known and present, every number with its source."""
+"""Reading hardware files, strictly: every field known and present, every number with its source.
+
+A cluster file (``clusters.py``) has such numbers, too.
+"""
 
 from __future__ import annotations
 
@@ -28,28 +31,43 @@ def read_hardware(name_or_file: str | Path) -> tuple[Hardware, bytes]:
     Raises:
         ClusterError: No such file, not TOML, an unknown or missing field, a value out of range.
     """
-    path = _find(name_or_file)
-    try:
-        text = path.read_bytes()
-        document = tomllib.loads(text.decode())
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ClusterError(f"cannot read the hardware file: {reason}", where=str(path)) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ClusterError(f"not a TOML file: {error}", where=str(path)) from None
+    path = find_file(name_or_file)
+    document, text = read_toml(path)
+    return hardware_of(document, path), text
+
+
+def hardware_of(document: Mapping[str, object], path: Path) -> Hardware:
+    """The hardware that the document in a file describes; errors are those of ``read_hardware``."""
     sources: dict[str, str] = {}
     document = {"name": path.stem, "sources": sources, **document}
-    hardware = _Reader(str(path), sources).record(Hardware, document, "")
+    hardware = Reader(str(path), sources).record(Hardware, document, "")
     assert isinstance(hardware, Hardware)
     if hardware.precision not in _PRECISIONS:
         raise ClusterError(
             f"precision is {hardware.precision!r}, not one of {', '.join(_PRECISIONS)}",
             where=str(path),
         )
-    return hardware, text
+    return hardware
 
 
-def _find(name_or_file: str | Path) -> Path:
+def read_toml(path: Path) -> tuple[dict[str, object], bytes]:
+    """A TOML file as a document, and its bytes."""
+    try:
+        text = path.read_bytes()
+        return tomllib.loads(text.decode()), text
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ClusterError(f"cannot read the hardware file: {reason}", where=str(path)) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ClusterError(f"not a TOML file: {error}", where=str(path)) from None
+
+
+def find_file(name_or_file: str | Path) -> Path:
+    """The file of a known name, or at a path.
+
+    Raises:
+        ClusterError: Neither a known name nor a path to a .toml file.
+    """
     built_in = _FOLDER / f"{name_or_file}.toml"
     if str(name_or_file) in known_hardware():
         return built_in
@@ -62,7 +80,7 @@ def _find(name_or_file: str | Path) -> Path:
     return path
 
 
-class _Reader:
+class Reader:
     """Turns tables into the dataclasses of ``spec``; collects sources by dotted path."""
 
     def __init__(self, where: str, sources: dict[str, str]) -> None:
@@ -122,6 +140,7 @@ class _Reader:
             "overlap.slowdown",
             "node_link.in_step",
             "network.efficiency",
+            "between.efficiency",
         )
         share = share and path != "efficiency.tile_ramp"
         if share and found > 1:
@@ -142,6 +161,7 @@ _MAY_BE_ZERO = (
     "node_link.latency_s",
     "node_link.latency_per_rank_s",
     "network.latency_s",
+    "between.latency_s",
     "overlap.slowdown",
     "chip.launch_s",
     "chip.kernel_s",

@@ -127,6 +127,11 @@ class Network:
     efficiency: float
     latency_s: float
 
+    @property
+    def bytes_per_s(self) -> float:
+        """What of it is reached."""
+        return self.node_bytes_per_s * self.efficiency
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:

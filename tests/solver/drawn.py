@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -70,12 +69,46 @@ def clusters(draw: Draw[Any], *, max_gpus: int = 16) -> Cluster:
     )
 
 
+@st.composite
+def mixed_clusters(draw: Draw[Any], *, max_gpus: int = 12) -> Cluster:
+    """Two or three groups of nodes of CPU ranks or of GPUs, each as fast and large as it is, with
+    fast or slow links between them.
+    """
+    name = draw(st.sampled_from(["cpu-local", "a100-80gb"]))
+    groups: list[Cluster] = []
+    for left in range(draw(st.integers(2, 3)), 0, -1):
+        most = max_gpus - sum(group.num_gpus for group in groups) - 2 * (left - 1)
+        nodes, inside = draw(
+            st.sampled_from([(n, g) for n in (1, 2, 3) for g in (1, 2, 3, 4, 8) if n * g <= most])
+        )
+        group = Cluster(name, nodes=nodes, gpus_per_node=inside).scaled(
+            compute=draw(st.sampled_from([1.0, 0.5, 0.1])),
+            memory=draw(st.sampled_from([1.0, 0.3, 0.001])),
+            node=draw(st.sampled_from(FACTORS)),
+            network=draw(st.sampled_from(FACTORS)),
+        )
+        groups.append(
+            changed(
+                group,
+                slowdown=draw(st.sampled_from([None, 0.0, 1.0])),
+                latency=draw(st.sampled_from([1.0, 0.01])),
+                launch=draw(st.sampled_from([1.0, 0.0])),
+            )
+        )
+    network = groups[0].hardware.network
+    factor = draw(st.sampled_from(FACTORS))
+    return Cluster.of_groups(
+        groups,
+        dataclasses.replace(network, node_bytes_per_s=factor * network.node_bytes_per_s),
+    )
+
+
 def changed(
     cluster: Cluster, *, slowdown: float | None = None, latency: float = 1, launch: float = 1
 ) -> Cluster:
     """With another slowdown by overlap, and so many times the latency of links and of launches."""
-    old, other = cluster.hardware, copy.copy(cluster)
-    other.hardware = dataclasses.replace(
+    old = cluster.hardware
+    hardware = dataclasses.replace(
         old,
         chip=dataclasses.replace(old.chip, launch_s=launch * old.chip.launch_s),
         overlap=old.overlap if slowdown is None else Overlap(slowdown=slowdown),
@@ -86,7 +119,7 @@ def changed(
         ),
         network=dataclasses.replace(old.network, latency_s=latency * old.network.latency_s),
     )
-    return other
+    return cluster.with_hardware(hardware)
 
 
 TRAININGS = st.sampled_from(
@@ -110,41 +143,55 @@ class Drawn:
     instance: Instance
 
     def __repr__(self) -> str:
-        made, hardware = self.instance, self.instance.cluster.hardware
-        link, chip = hardware.node_link, hardware.chip
+        made = self.instance
         ops = {
             kind.name: [node.name for node in kind.graph.nodes if node.op == "call_function"]
             for kind in made.facts.model.kinds.values()
         }
+        nodes = " and ".join(map(_told, made.cluster.groups))
         return (
-            f"{len(made.facts.model.blocks)} blocks {ops} on {made.cluster} with "
-            f"{made.cluster.usable_bytes} bytes, links {link.bytes_per_s:g} B/s {link.latency_s:g} "
-            f"s, network {hardware.network.node_bytes_per_s:g} B/s, memory "
-            f"{chip.hbm_bytes_per_s:g} B/s, fp32 {chip.peak_flops.fp32:g} FLOP/s, launches "
-            f"{chip.launch_s:g} s, slowdown {hardware.overlap.slowdown:g}; batch "
-            f"{made.global_batch_size}, {made.training.precision}, {made.training.optimizer}, "
-            f"pins {dict(made.pin)}"
+            f"{len(made.facts.model.blocks)} blocks {ops} on {nodes}, between "
+            f"{made.cluster.between}; batch {made.global_batch_size}, {made.training.precision}, "
+            f"{made.training.optimizer}, pins {dict(made.pin)}"
         )
+
+
+def _told(cluster: Cluster) -> str:
+    hardware = cluster.hardware
+    link, chip = hardware.node_link, hardware.chip
+    return (
+        f"{cluster} with {cluster.usable_bytes} bytes, links {link.bytes_per_s:g} B/s "
+        f"{link.latency_s:g} s, network {hardware.network.node_bytes_per_s:g} B/s, memory "
+        f"{chip.hbm_bytes_per_s:g} B/s, fp32 {chip.peak_flops.fp32:g} FLOP/s, launches "
+        f"{chip.launch_s:g} s, slowdown {hardware.overlap.slowdown:g}"
+    )
 
 
 @st.composite
 def instances(
-    draw: Draw[Any], *, max_gpus: int = 16, max_ops: int = 4, max_candidates: int = 100
+    draw: Draw[Any],
+    *,
+    max_gpus: int = 16,
+    max_ops: int = 4,
+    max_candidates: int = 100,
+    mixed: bool = False,
 ) -> Drawn:
-    """An instance with memory for all that its fastest plan keeps, or for a part of it.
+    """An instance with memory for all that its fastest plan keeps, or for a part of it; ``mixed``:
+    on several groups of nodes.
 
     What has more candidates has decisions pinned to those of one of them.
     """
     model = model_facts(draw(models(max_ops=max_ops)))
-    cluster = draw(clusters(max_gpus=max_gpus))
+    cluster = draw(mixed_clusters() if mixed else clusters(max_gpus=max_gpus))
     training, batch = draw(TRAININGS), draw(batches(cluster))
-    share = draw(st.sampled_from([None, None, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5]))
+    shares = st.sampled_from([None, None, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5])
+    share, *others = [draw(shares) for _ in cluster.groups]
     found = made(model, cluster, batch, training)
     names = draw(st.permutations(DECISIONS))
     like = draw(st.integers(0, 2**16))
     found = narrowed(found, names, like, max_candidates)
     if share is not None:
-        less = tighter_cluster(model, cluster, batch, training, share, found.pin)
+        less = tighter_cluster(model, cluster, batch, training, share, found.pin, others)
         found = made(model, less, batch, training, found.pin)
     return Drawn(instance=found)
 
@@ -183,11 +230,18 @@ def tighter_cluster(
     training: TrainingPlan,
     share: float,
     pin: Mapping[str, int | str] | None = None,
+    others: Sequence[float | None] = (),
 ) -> Cluster:
-    """The cluster with so much of the memory that the fastest plan fills, context apart."""
+    """The cluster with so much of the memory that the fastest plan fills, context apart; groups of
+    nodes after the first one with ``others``, None for what they have.
+    """
     instance = made(model, cluster, batch, training, pin)
     best = instance.search.run(instance.candidates).best
     assert best is not None
-    context = cluster.hardware.memory.context_bytes
+    context = max(group.hardware.memory.context_bytes for group in cluster.groups)
     peak = max(best.stager.peak_bytes(best.cuts)) - context
-    return cluster.with_memory(max(1, math.floor(context + share * peak)))
+    groups = [
+        group if share is None else group.with_memory(max(1, math.floor(context + share * peak)))
+        for group, share in zip(cluster.groups, (share, *others), strict=True)
+    ]
+    return Cluster.of_groups(groups, cluster.between) if cluster.between else groups[0]

@@ -1,6 +1,5 @@
 """Collectives: nothing on one rank, more bytes take longer, and links are shared."""
 
-import copy
 from dataclasses import replace
 
 import pytest
@@ -66,9 +65,8 @@ def test_a_collective_has_its_own_pace_inside_a_node(name):
         return Links(cluster).seconds(Collective(other), num_bytes, group)
 
     link = CLUSTER.hardware.node_link
-    slow = copy.copy(CLUSTER)
     paced = replace(link, **{name: Pace(latency=3.0, bandwidth=0.5)})  # type: ignore[arg-type]
-    slow.hardware = replace(CLUSTER.hardware, node_link=paced)
+    slow = CLUSTER.with_hardware(replace(CLUSTER.hardware, node_link=paced))
     latency = seconds(1e-9, CLUSTER)
     assert seconds(1e-9, slow) == pytest.approx(3 * latency)
     traffic = seconds(1e9, CLUSTER) - latency
@@ -77,9 +75,8 @@ def test_a_collective_has_its_own_pace_inside_a_node(name):
 
 
 def test_a_message_has_its_own_pace_inside_a_node():
-    slow = copy.copy(CLUSTER)
     paced = replace(CLUSTER.hardware.node_link, message=Pace(latency=3.0, bandwidth=0.5))
-    slow.hardware = replace(CLUSTER.hardware, node_link=paced)
+    slow = CLUSTER.with_hardware(replace(CLUSTER.hardware, node_link=paced))
 
     def seconds(num_bytes: float, cluster: Cluster, *, crosses: bool) -> float:
         return Links(cluster).message_seconds(num_bytes, crosses_nodes=crosses, sharing=1)

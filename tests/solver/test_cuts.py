@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from autopar.solver.cuts import best_cuts
 from autopar.solver.facts import Floats
+from autopar.solver.passing import least_prefix
 from autopar.solver.reach import Floor, Reach
 from autopar.solver.runs import Runs, all_runs, prefixes
 from autopar.solver.virtual_cuts import even_cuts
@@ -21,28 +22,23 @@ values = st.floats(0.1, 9.0)
 @st.composite
 def stage_costs(draw: Any) -> tuple[Reach, list[Floats]]:
     """Costs of all runs as each stage, inf for some, none below what the reach says."""
-    blocks = draw(st.lists(values, min_size=1, max_size=9))
+    blocks = np.array(draw(st.lists(values, min_size=1, max_size=9)))
     stages, num, num_blocks = draw(st.integers(1, 5)), draw(st.integers(1, 5)), len(blocks)
+    are_alike = draw(st.booleans())
+    rows = np.array([blocks * (1.0 if are_alike else draw(values)) for _ in range(stages)])
     sizes = [draw(st.lists(values, min_size=num_blocks, max_size=num_blocks))] * stages
     room = draw(st.sampled_from([10.0, 20.0, math.inf]))
     waiting = [draw(st.lists(values, min_size=num_blocks, max_size=num_blocks))] * stages
     costs, all_s = [], draw(st.floats(0, 20))
     for stage in range(stages):
         runs = all_runs(num_blocks, stage)
-        before = np.concatenate([[0.0], np.cumsum(blocks)])[runs.first]
+        before = least_prefix(rows)[runs.first]
         more = [draw(st.floats(0, 5)) for _ in range(3)]
-        cost = (
-            before
-            + num * runs.sums(np.array(blocks))
-            + np.resize(more, (num_blocks, num_blocks + 1))
-        )
+        cost = before + num * runs.sums(rows[stage]) + np.resize(more, (num_blocks, num_blocks + 1))
         fits = runs.sums(np.array(sizes[stage])) <= room
         cost = np.maximum(cost, all_s + runs.sums(np.array(waiting[stage])))
         costs.append(np.where(fits, cost, math.inf))
-    work, before = (
-        num * prefixes(np.array([blocks] * stages)),
-        prefixes(np.array([blocks] * stages)),
-    )
+    work, before = num * prefixes(rows), least_prefix(rows)
     later, num_bytes = prefixes(np.array(waiting)), prefixes(np.array(sizes))
     reach = Reach(
         seconds=(Floor(first=work - before, end=work), Floor(first=later, end=later + all_s)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import numpy as np
@@ -78,8 +77,8 @@ def test_a_plan_has_what_the_runtime_adds_to_a_step():
     model = block_model(ops, num_blocks=3)
 
     def prediction(runtime: Runtime) -> Prediction:
-        cluster = copy.copy(Cluster("cpu-local", gpus_per_node=1))
-        cluster.hardware = replace(cluster.hardware, runtime=runtime)
+        cluster = Cluster("cpu-local", gpus_per_node=1)
+        cluster = cluster.with_hardware(replace(cluster.hardware, runtime=runtime))
         return solve(model, cluster, global_batch_size=8, training=TRAINING, pin=pin).prediction
 
     free = Runtime(touch_s=0.0, update_s=0.0, update_element_s=0.0, step_s=0.0)

@@ -162,7 +162,7 @@ def test_matrix_of_bytes_equals_bytes_by_cause():
                     if last_stage != (end == len(SMALL.blocks)) or (stage == 0) != (first == 0):
                         continue
                     cuts = [first] * (stage + 1) + [end] * (candidate.pp - stage)
-                    causes = stager.bytes_by_cause(stager.contents(stage, cuts))
+                    causes = stager.bytes_by_cause(stage, cuts)
                     total = sum(causes.values())
                     assert math.isclose(matrix[first, end], total, rel_tol=1e-6, abs_tol=32), (
                         str(candidate),

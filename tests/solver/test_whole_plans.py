@@ -24,6 +24,15 @@ def test_no_plan_is_faster_than_what_is_proved(drawn: Drawn) -> None:
         reject()
 
 
+@settings(max_examples=settings().max_examples // 2)
+@given(drawn=instances(max_candidates=30, max_ops=3, mixed=True))
+def test_no_plan_is_faster_than_what_is_proved_on_several_groups_of_nodes(drawn: Drawn) -> None:
+    try:
+        check(drawn.instance, most_layouts=100)
+    except TooLarge:
+        reject()
+
+
 def check(instance: Instance, *, most_layouts: int | None = None) -> None:
     """Assert of an instance that no plan of a candidate is faster than a bound of it, that none is
     faster than what the search proves, and that what it finds is a plan that fits.
@@ -42,4 +51,4 @@ def check(instance: Instance, *, most_layouts: int | None = None) -> None:
         assert math.isinf(fastest) or result.unsettled
         return
     assert fastest <= result.best.step_s * _SHARE
-    assert max(result.best.stager.peak_bytes(result.best.cuts)) <= instance.cluster.usable_bytes
+    assert result.best.stager.fits(result.best.cuts)

@@ -18,9 +18,9 @@ import numpy as np
 from autopar.solver.candidates import Candidate
 from autopar.solver.facts import Floats
 from autopar.solver.layout.problem import Solution
+from autopar.solver.mixed import AnySetting
 from autopar.solver.recomputing import choose_blocks
 from autopar.solver.search import Search
-from autopar.solver.settings import Setting
 from autopar.solver.solved import Solved, simulate_cuts
 from autopar.solver.stages import Stager
 from autopar.solver.virtual_cuts import virtual_cuts
@@ -36,7 +36,7 @@ class WholePlans:
 
     def __init__(self, search: Search, *, most_layouts: int | None = None) -> None:
         self.search, self.most_layouts = search, most_layouts
-        self._layouts: dict[int, tuple[Setting, tuple[Solution, ...]]] = {}
+        self._layouts: dict[int, tuple[AnySetting, tuple[Solution, ...]]] = {}
 
     def plans(self, candidate: Candidate) -> Iterator[Solved]:
         """Every plan of a candidate that fits into memory and is not needless."""
@@ -53,7 +53,7 @@ class WholePlans:
         """The fastest step of a candidate; inf where nothing fits."""
         return min((plan.step_s for plan in self.plans(candidate)), default=math.inf)
 
-    def layouts(self, setting: Setting) -> tuple[Solution, ...]:
+    def layouts(self, setting: AnySetting) -> tuple[Solution, ...]:
         """All layouts of a setting.
 
         Raises:
@@ -96,7 +96,7 @@ class _Layouts:
         self,
         search: Search,
         candidate: Candidate,
-        setting: Setting,
+        setting: AnySetting,
         solutions: Sequence[Solution],
     ) -> None:
         self.candidate, self.setting = candidate, setting
@@ -143,7 +143,7 @@ class _Layouts:
             for blocks in subsets(self.able & set(range(*key[2:]))):
                 if not any(smaller <= blocks for smaller in found):
                     stager = self.with_blocks(number, blocks)
-                    if stager.stage_bytes(stage, cuts) <= stager.cluster.usable_bytes:
+                    if stager.stage_bytes(stage, cuts) <= stager.sites.usable_bytes[stage]:
                         found.append(blocks)
             self.known[key] = tuple(found)
         return self.known[key]
@@ -181,20 +181,20 @@ def _costs(stager: Stager) -> Floats:
     """All of a layout that takes time: what a step is monotone in."""
     costs = stager.costs
     parts = [costs.weight_s, costs.backward_s - costs.weight_s, costs.waiting_bytes]
-    return np.concatenate(
-        [
-            *(parts if stager.candidate.schedule == "zero_bubble" else []),
-            costs.forward_s,
-            costs.backward_s,
-            costs.step_s,
-            costs.border_bytes,
-            costs.shared_numel,
-            stager.gather_s(),
-            stager.reduce_s(),
-            stager.optimizer_s(),
-        ]
-    )
+    seconds = [
+        *(parts if stager.candidate.schedule == "zero_bubble" else []),
+        costs.forward_s,
+        costs.backward_s,
+        costs.step_s,
+        costs.border_bytes,
+        costs.shared_numel,
+        stager.gather_s(),
+        stager.reduce_s(),
+        stager.optimizer_s(),
+    ]
+    return np.concatenate([np.ravel(values) for values in seconds])
 
 
 def _fits(stager: Stager, cuts: tuple[int, ...]) -> bool:
-    return max(stager.peak_bytes(cuts)) <= stager.cluster.usable_bytes
+    peaks = zip(stager.peak_bytes(cuts), stager.sites.usable_bytes, strict=True)
+    return all(peak <= usable for peak, usable in peaks)
