@@ -85,7 +85,7 @@ def exact_times(stager: Stager) -> StageTimes:
     return StageTimes(both=forward + backward, forward=forward, backward=backward)
 
 
-_MOST_RUNS = 1_000_000
+_MOST_RUNS = 400_000
 """Work limit: models of hundreds of blocks have more runs where windows are wide."""
 
 

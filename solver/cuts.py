@@ -13,7 +13,7 @@ from collections.abc import Callable
 from autopar.ir.graph import ModelGraph
 from autopar.solver.facts import Floats
 from autopar.solver.reach import Reach
-from autopar.solver.windows import Windows
+from autopar.solver.windows import Windows, make_windows, num_runs
 
 _SLACK = 0.03
 """How far the first threshold is above the least step; the next ones are twice as far."""
@@ -43,7 +43,7 @@ def best_cuts(
         The largest cost of a stage, and the first block of every stage followed by the number of
         blocks; (inf, ()) when there is no way. Without cuts: no way costs less.
     """
-    widest = reach.windows(math.inf)
+    widest = reach.borders(math.inf)
     if widest is None:
         return math.inf, ()
     proved_s = reach.least_s()
@@ -51,12 +51,13 @@ def best_cuts(
     threshold_s = least_s * (1 + slack)
     while True:
         threshold_s = min(threshold_s, max(enough_s, least_s))
-        windows = reach.windows(threshold_s)
-        if windows is not None:
-            if windows.possible.size > most_runs:
+        borders = reach.borders(threshold_s)
+        if borders is not None:
+            if num_runs(*borders) > most_runs:
                 return proved_s, ()
+            windows = make_windows(*borders)
             value, cuts = windows.least_largest(cost(windows))
-            if value <= threshold_s or (windows.low, windows.high) == (widest.low, widest.high):
+            if value <= threshold_s or borders == widest:
                 return value, cuts
             if threshold_s >= enough_s:
                 return threshold_s * _BEYOND, ()

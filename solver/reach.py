@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.solver.facts import Floats
-from autopar.solver.windows import Windows, make_windows
+
+Borders = tuple[tuple[int, ...], tuple[int, ...]]
+"""The first and the last block that each stage may begin with, then twice the number of blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,9 +63,9 @@ class Reach:
         """No cuts are faster."""
         return max(floor.least() for floor in (*self.seconds, *self.priced))
 
-    def windows(self, threshold_s: float) -> Windows | None:
-        """All cuts whose stages are within the threshold and fit are in these windows; None if
-        there are none.
+    def borders(self, threshold_s: float) -> Borders | None:
+        """The first and the last place of each cut such that its stages may be within the threshold
+        and fit; None if there are none.
         """
         stages, num = self.seconds[0].end.shape[0], self.seconds[0].end.shape[1] - 1
         limits = [(floor, 0.0) for floor in self.memory]
@@ -89,7 +91,7 @@ class Reach:
         low = [0, *reversed(low)]
         if any(first > last for first, last in zip(low, high, strict=True)):
             return None
-        return make_windows(low, high)
+        return tuple(low), tuple(high)
 
 
 _ABOVE = 1 + 1e-9

@@ -55,13 +55,15 @@ class Windows:
         return float(best[0])
 
 
-def make_windows(low: Sequence[int], high: Sequence[int]) -> Windows:
-    """Windows of these borders, of which the first and the last one have one place."""
-    return _make_windows(tuple(low), tuple(high))
+def num_runs(low: Sequence[int], high: Sequence[int]) -> int:
+    """Size of the arrays of windows with these borders."""
+    widest = max(last - first for first, last in zip(low, high, strict=True)) + 1
+    return (len(low) - 1) * widest**2
 
 
 @functools.lru_cache(maxsize=256)  # candidates that differ in little have the same ones
-def _make_windows(low: tuple[int, ...], high: tuple[int, ...]) -> Windows:
+def make_windows(low: tuple[int, ...], high: tuple[int, ...]) -> Windows:
+    """Windows of these borders, of which the first and the last one have one place."""
     lows, highs = np.array(low)[:, None], np.array(high)[:, None]
     places = lows + np.arange(int((highs - lows).max()) + 1)
     inside, places = places <= highs, np.minimum(places, highs)
@@ -75,6 +77,6 @@ def all_windows(num_blocks: int, num_stages: int) -> Windows | None:
     """Windows of all cuts; None for fewer blocks than stages."""
     if num_blocks < num_stages:
         return None
-    low = [*range(num_stages), num_blocks]
-    high = [0, *range(num_blocks - num_stages + 1, num_blocks + 1)]
+    low = (*range(num_stages), num_blocks)
+    high = (0, *range(num_blocks - num_stages + 1, num_blocks + 1))
     return make_windows(low, high)
