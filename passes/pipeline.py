@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from autopar.ir.errors import InputError
-from autopar.ir.graph import ModelGraph, Role
+from autopar.ir.graph import ModelGraph, Role, info
 from autopar.ir.kernels import DEFAULT_KERNELS, runnable_kernels
 from autopar.ir.layout import Layout
-from autopar.ir.mesh import LAYOUT_AXES, Mesh
+from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, Mesh
+from autopar.ir.moves import Collective, backward_of, collective_of, move
+from autopar.ir.placement import parse_state
 from autopar.ir.plan import Plan
 from autopar.ir.program import AXIS_HANDLE, Program
 from autopar.ir.typecheck import check_kind, check_model, check_moved
@@ -47,6 +49,8 @@ def lower_plan(model: ModelGraph, plan: Plan) -> Program:
 def lower_at(model: ModelGraph, layout: Layout, plan: Plan) -> Program:
     """``model`` under ``layout``, at the sizes and cuts of ``plan``; see ``lower_plan``."""
     mesh, batch = plan.device_mesh(), plan.batch
+    if batch.shares:
+        _require_apart(model, layout, mesh, batch.micro_batch_size)
 
     def at(micro_batch_size: int) -> Program:
         return lower(
@@ -62,6 +66,30 @@ def lower_at(model: ModelGraph, layout: Layout, plan: Plan) -> Program:
     if last_size == batch.micro_batch_size:
         return program
     return dataclasses.replace(program, rest=at(last_size))
+
+
+def _require_apart(model: ModelGraph, layout: Layout, mesh: Mesh, micro_batch_size: int) -> None:
+    """Raise ``InputError`` if data ranks talk within a micro-batch: those with a smaller share of
+    the batch would not be there.
+    """
+    typed = place(model, layout, mesh=mesh, batch=micro_batch_size * mesh.batch_ranks)
+    for kind in typed.values():
+        for node in kind.kind.graph.nodes:
+            if node.target is not move:
+                continue
+            _, handle, *states = node.args
+            assert isinstance(handle, fx.Node)
+            if handle.target != AXIS_HANDLE.format(DATA_AXIS):
+                continue
+            source, target = (parse_state(str(state)) for state in states)
+            needed = {collective_of(source, target), collective_of(*backward_of(source, target))}
+            if needed != {Collective.NONE}:
+                raise InputError(
+                    "data ranks have unequal shares of the batch, but in a micro-batch they need "
+                    f"each other: {source} → {target}",
+                    where=info(node).source or kind.kind.name,
+                    hint="plan with equal shares",
+                )
 
 
 def lower(

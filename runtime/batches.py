@@ -1,8 +1,8 @@
 """Which part of a batch a rank computes.
 
-Data rank d (of the ``dp`` × ``ep`` that divide the batch) takes the d-th of as many equal runs of
-rows of the global batch, and its micro-batch m is the m-th run of ``micro_batch_size`` rows of
-these; the last one may be shorter. ``local=True`` batches hold these rows only.
+Data rank d (of the ``dp`` × ``ep`` that divide the batch) takes the d-th of as many runs of rows of
+the global batch, and its micro-batch m is the m-th run of ``micro_batch_size`` rows of these
+(``micro_batches``). ``local=True`` batches hold these rows only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.ir.moves import take_shard
 from autopar.ir.placement import Placement, sharded
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.runtime.micro_batches import own_rows
+from autopar.runtime.micro_batches import own_rows, run_of
 
 
 class BatchSlicer:
@@ -33,6 +33,7 @@ class BatchSlicer:
         self._mesh: Mesh = plan.device_mesh()
         self._at = self._mesh.coordinates(rank)
         self._part_of_batch = self._mesh.batch_coordinate(rank)
+        self._run = run_of(plan.batch, self._mesh, self._part_of_batch)
         self._device = device
 
     def input(
@@ -47,15 +48,12 @@ class BatchSlicer:
         info = self._model.inputs[name]
         if not (info.shape and info.shape[0] == BATCH):
             return self._shards(tensor, placement)
-        parts = self._mesh.batch_ranks
-        per_part = self._batch.global_batch_size // parts
-        rows = own_rows(self._batch, micro_batch, parts)
+        rows = own_rows(self._batch, self._mesh, self._part_of_batch, micro_batch)
         if self._is_divided(placement):
-            own = tensor if local else tensor[self._part_of_batch * per_part :][:per_part]
+            own = tensor if local else tensor[self._run]
             return self._shards(own[rows], placement, but=BATCH_AXES)
-        return self._shards(
-            tensor.unflatten(0, (parts, per_part))[:, rows].flatten(0, 1), placement
-        )
+        parts = self._mesh.batch_ranks
+        return self._shards(tensor.unflatten(0, (parts, -1))[:, rows].flatten(0, 1), placement)
 
     def _is_divided(self, placement: Placement) -> bool:
         """Whether each part of the batch goes to its own ranks."""
@@ -80,7 +78,8 @@ class BatchSlicer:
             raise InputError(
                 f"the batch is a {type(batch).__name__}, not a dict of tensors by name"
             )
-        expected = self._batch.global_batch_size // (self._mesh.batch_ranks if local else 1)
+        own = self._run.stop - self._run.start
+        expected = own if local else self._batch.global_batch_size
         for name, info in self._model.inputs.items():
             if name not in batch:
                 raise InputError(f"input {name} is missing in the batch")

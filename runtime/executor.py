@@ -13,11 +13,11 @@ from torch import Tensor
 from autopar.ir.deferral import Deferred
 from autopar.ir.errors import AutoparError, InputError, RankFailedError
 from autopar.ir.graph import ModelGraph, Role, ValueId
-from autopar.ir.mesh import LAYOUT_AXES, PIPELINE_AXIS, TENSOR_AXIS
+from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, PIPELINE_AXIS, TENSOR_AXIS
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, bind_axes
 from autopar.ir.randomness import Drawing
-from autopar.ir.schedule import Action, ActionKind, Schedule
+from autopar.ir.schedule import COMPUTING, Action, ActionKind, Schedule
 from autopar.ir.schedule_checks import channel_of
 from autopar.runtime.communicator import CommunicationError, Communicator
 from autopar.runtime.message_parts import Part, part_of
@@ -27,6 +27,14 @@ from autopar.runtime.parameter_unit import HeldGradients
 from autopar.runtime.segment_runner import failing_op
 from autopar.runtime.stage_form import StageForm
 from autopar.runtime.step_state import Incoming, StepInputs, StepState, Tape, Unfinished
+
+
+_MESSAGES = (
+    ActionKind.SEND_ACTIVATIONS,
+    ActionKind.RECEIVE_ACTIVATIONS,
+    ActionKind.SEND_GRADIENTS,
+    ActionKind.RECEIVE_GRADIENTS,
+)
 
 
 class Executor:
@@ -59,6 +67,8 @@ class Executor:
         self._store, self._communicator = store, communicator
         self._learns = learns
         self._actions = schedule.actions[self.stage]
+        data_rank = communicator.mesh.coordinates(communicator.rank)[DATA_AXIS]
+        self._num_micro_batches = plan.batch.micro_batches_of(data_rank)
         self._num_reductions = num_reductions(schedule, self.stage)
         self._in_parts = any(a.kind is ActionKind.BACKWARD_WEIGHT for a in self._actions)
         bound = bind_axes(
@@ -96,6 +106,9 @@ class Executor:
     def _perform(self, action: Action, update: Callable[[StepState], None]) -> None:
         try:
             match action.kind:
+                case _ if self._is_empty(action):
+                    if action.kind in COMPUTING:
+                        self._store.finish_gather(action.segment)
                 case ActionKind.FORWARD:
                     self._forward(action)
                 case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT:
@@ -123,6 +136,14 @@ class Executor:
         message = self._communicator.failure()
         if message is not None:
             raise RankFailedError(message, where=self._where(action))
+
+    def _is_empty(self, action: Action) -> bool:
+        """Whether it is of a micro-batch that this rank and all of its pipeline have not: other
+        data ranks have a larger share of the batch. Parameters are gathered and gradients reduced
+        all the same, as those take part.
+        """
+        per_micro_batch = action.kind in COMPUTING or action.kind in _MESSAGES
+        return per_micro_batch and action.micro_batch >= self._num_micro_batches
 
     def _forward(self, action: Action) -> None:
         cell, form = (action.segment, action.micro_batch), self._form_of(action)
@@ -274,14 +295,15 @@ class Executor:
         """What the loss of a micro-batch counts: a shorter one less, unless its weight says so."""
         if self._model.weight is not None:
             return 1.0
-        rows = own_rows(self._plan.batch, micro_batch, self._communicator.mesh.batch_ranks)
+        mesh = self._communicator.mesh
+        part = mesh.batch_coordinate(self._communicator.rank)
+        rows = own_rows(self._plan.batch, mesh, part, micro_batch)
         return (rows.stop - rows.start) / self._plan.batch.micro_batch_size
 
     def _numbers(self, micro_batch: int) -> Drawing:
         """What random ops draw in a micro-batch of this step."""
         assert self._inputs is not None
-        parts = self._communicator.mesh.batch_ranks
-        rows = sequences(self._plan.batch, micro_batch, parts)
+        rows = sequences(self._plan.batch, self._communicator.mesh, micro_batch)
         return replace(self._inputs.numbers, sequences=rows)
 
     def _failure(self, action: Action, error: Exception) -> RankFailedError:

@@ -79,8 +79,8 @@ def agree(
             hint="give every rank the same batch, or its own share with local=True",
         )
     if model.weight is None:
-        own = plan.batch.global_batch_size // communicator.mesh.batch_ranks
-        weight = own / plan.batch.micro_batch_size  # the shorter last one counts less
+        whole = plan.batch.micro_batch_size * communicator.mesh.batch_ranks
+        weight = plan.batch.global_batch_size / whole  # a shorter or smaller one counts less
     if weight == 0:
         raise InputError("the batch has no valid token: its loss is not defined")
     return Totals(loss=loss, weight=weight, squares=squares)

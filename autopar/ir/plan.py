@@ -90,17 +90,39 @@ class ClusterRef:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class SharePlan:
+    """Data ranks, one after the other, that have so many micro-batches each."""
+
+    data_ranks: int
+    num_micro_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class BatchPlan:
     """Sequences per step, per data rank and micro-batch, and micro-batches per step. The last
     micro-batch has what is left.
+
+    With ``shares`` data ranks (of ``dp``) have unequal parts of the batch: some have fewer
+    micro-batches than others, all of them full.
     """
 
     global_batch_size: int
     micro_batch_size: int
     num_micro_batches: int
+    shares: tuple[SharePlan, ...] = ()
+
+    def micro_batches_of(self, data_rank: int) -> int:
+        """Micro-batches of a data rank: of its coordinate on ``dp``."""
+        for share in self.shares:
+            if data_rank < share.data_ranks:
+                return share.num_micro_batches
+            data_rank -= share.data_ranks
+        return self.num_micro_batches
 
     def last_size(self, batch_ranks: int) -> int:
         """Sequences of the last micro-batch per data rank, of ``batch_ranks`` data ranks."""
+        if self.shares:
+            return self.micro_batch_size
         own = self.global_batch_size // batch_ranks
         return own - self.micro_batch_size * (self.num_micro_batches - 1)
 
@@ -450,7 +472,10 @@ def _check_consistency(plan: Plan, where: str) -> None:
         raise PlanFormatError(f"the mesh has {num_ranks} ranks, more than the cluster", where=where)
     _check_layout_axes(plan, where)
     mesh = plan.device_mesh()
-    _check_batch(plan.batch, mesh.batch_ranks, where)
+    if plan.batch.shares:
+        _check_shares(plan.batch, mesh, where)
+    else:
+        _check_batch(plan.batch, mesh.batch_ranks, where)
     stages = [segment.stage for segment in plan.segments]
     if not stages or sorted(set(stages)) != list(range(plan.mesh.pp)):
         raise PlanFormatError("segments do not cover every pipeline stage", where=where)
@@ -531,6 +556,22 @@ def _check_costs(plan: Plan, costs: ActionCosts, where: str) -> None:
     if costs.slowdown > 1:
         raise PlanFormatError(
             f"action costs: a slowdown of {costs.slowdown} is out of range", where=where
+        )
+
+
+def _check_shares(batch: BatchPlan, mesh: Mesh, where: str) -> None:
+    numbers = [share.num_micro_batches for share in batch.shares]
+    if sum(share.data_ranks for share in batch.shares) != mesh.dp:
+        raise PlanFormatError(f"shares are not those of {mesh.dp} data ranks", where=where)
+    if any(share.data_ranks < 1 for share in batch.shares) or min(numbers) < 1:
+        raise PlanFormatError("a share of the batch has no ranks or no micro-batch", where=where)
+    each = batch.micro_batch_size * mesh.ep
+    total = each * sum(share.data_ranks * share.num_micro_batches for share in batch.shares)
+    if total != batch.global_batch_size or max(numbers) != batch.num_micro_batches:
+        raise PlanFormatError(
+            f"shares have {total} sequences in up to {max(numbers)} micro-batches, but the global "
+            f"batch has {batch.global_batch_size} in {batch.num_micro_batches}",
+            where=where,
         )
 
 
