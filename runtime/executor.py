@@ -28,7 +28,6 @@ from autopar.runtime.segment_runner import failing_op
 from autopar.runtime.stage_form import StageForm
 from autopar.runtime.step_state import Incoming, StepInputs, StepState, Tape, Unfinished
 
-
 _MESSAGES = (
     ActionKind.SEND_ACTIVATIONS,
     ActionKind.RECEIVE_ACTIVATIONS,

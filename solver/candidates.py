@@ -74,6 +74,7 @@ class Candidate:
     cuts: CutsName = "balanced"
     extra_in_flight: int = 0  # beyond what 1F1B needs; see ``orders.most_forwards``
     group_order: tuple[int, ...] = ()  # groups of nodes in the order of ranks; of one kind: none
+    shares: tuple[int, ...] = ()  # micro-batches of a data rank of each group; none: all alike
 
     @property
     def way(self) -> Way:
@@ -138,6 +139,9 @@ class Candidate:
         num = len(self.recomputed_blocks)
         return f"{num} block{'s' * (num > 1)}" if num else self.recompute
 
+    def _number_text(self) -> str:
+        return " or ".join(map(str, self.shares or (self.num_micro_batches,)))
+
     def _order_text(self) -> str:
         if list(self.group_order) == sorted(self.group_order):
             return ""
@@ -149,7 +153,7 @@ class Candidate:
         )
         return (
             f"pp {self.pp} × dp {self.dp_replicate}·{self.dp_shard}{more} × tp {self.tp}, "
-            f"micro-batch {self.micro_batch_size} × {self.num_micro_batches}, "
+            f"micro-batch {self.micro_batch_size} × {self._number_text()}, "
             f"ZeRO {self.zero_stage}, recompute {self._recompute_text()}, {self.schedule}"
             + (f" × {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else "")
             + (f", {self.extra_in_flight} more in flight" if self.extra_in_flight else "")

@@ -14,8 +14,8 @@ from autopar.solver.instance import divisible, sequence_length
 from autopar.solver.layout.model_facts import ModelFacts, model_facts
 from autopar.solver.pins import Pins
 from autopar.solver.predict import predict
+from autopar.solver.share_search import ShareSearch
 from autopar.solver.space import candidates
-from autopar.solver.zero_bubble import PartSearch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Estimator:
         facts = model_facts(model) if isinstance(model, ModelGraph) else model
         self.facts, self.cluster, self.training = facts, cluster, training
         self.seq_len = seq_len or sequence_length(facts.model)
-        self.search = PartSearch(
+        self.search = ShareSearch(
             facts, cluster, itemsizes(training), divisible(facts, self.seq_len)
         )
 
@@ -85,12 +85,15 @@ class Estimator:
         Raises:
             InputError: A pin cannot hold, or something is left open.
         """
+        equal: Pins = {"shares": "equal"} if self.cluster.is_mixed else {}
         found = candidates(
             self.cluster,
             global_batch_size=global_batch_size,
             model=self.search.divisible,
-            pin={"virtual_stages": 1} | dict(pin),
+            pin={"virtual_stages": 1, **equal, **pin},
         )
+        in_order = [c for c in found if list(c.group_order) == sorted(c.group_order)]
+        found = tuple(in_order)  # as the groups are in the cluster file
         only = found[0]
         names = [
             field.name

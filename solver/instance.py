@@ -15,8 +15,8 @@ from autopar.solver.hardware.spec import Hardware
 from autopar.solver.layout.model_facts import ModelFacts, model_facts
 from autopar.solver.pins import Pins
 from autopar.solver.search import Progress, Search
+from autopar.solver.share_search import ShareSearch
 from autopar.solver.space import candidates
-from autopar.solver.zero_bubble import PartSearch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -92,7 +92,7 @@ def make_instance(
     facts = model_facts(model) if isinstance(model, ModelGraph) else model
     seq_len = seq_len or sequence_length(facts.model)
     pin = dict(pin or {})
-    search = PartSearch(
+    search = ShareSearch(
         facts, cluster, itemsizes(training), divisible(facts, seq_len), progress=progress
     )
     found = candidates(

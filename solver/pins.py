@@ -26,6 +26,7 @@ CHOICE_PINS: Mapping[str, tuple[str, ...]] = {
     "recompute": get_args(RecomputeName),
     "schedule": get_args(ScheduleName),
     "cuts": ("balanced", "even"),
+    "shares": ("balanced", "equal"),
 }
 KERNEL_PIN = "kernel"
 _RANGES: Mapping[str, tuple[int, int | None]] = {
@@ -71,6 +72,10 @@ def check_pins(pin: Pins, cluster: Cluster, global_batch_size: int) -> None:
         raise InputError(f"{pinned} is pinned: {product} ranks do not divide the {gpus} GPUs")
     if cluster.is_mixed:
         _check_groups(pin, cluster)
+    elif "shares" in pin:
+        raise InputError(
+            f"shares={pin['shares']!r} is pinned, but all nodes are of one kind: shares are equal"
+        )
     _check_batch(pin, global_batch_size)
     _check_zero(pin)
     _check_virtual(pin)

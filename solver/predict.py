@@ -16,6 +16,7 @@ from autopar.ir.plan import (
     TrainingPlan,
     fullest_of,
 )
+from autopar.solver.candidates import Candidate
 from autopar.solver.costs.work import computing_nodes, forward_work, global_shapes, op_flops
 from autopar.solver.hardware import Cluster
 from autopar.solver.runs import on_stage
@@ -38,21 +39,27 @@ def predict(
     used = cluster.reordered(candidate.group_order)
     peak_flops = used.peak_flops(training.precision, num_gpus=num_gpus)
     ranks = rank_predictions(solved)
-    fullest = fullest_of(ranks).stage
+    fullest = fullest_of(ranks)
+    usable = fullest.usable_bytes or int(solved.stager.sites.usable_bytes[fullest.stage])
     return Prediction(
         step_s=solved.step_s,
         mfu=flops / (peak_flops * solved.step_s),
         tokens_per_s=global_batch_size * (seq_len or 1) / solved.step_s,
         model_flops=flops,
-        usable_bytes=int(solved.stager.sites.usable_bytes[fullest]),
+        usable_bytes=usable,
         ranks=ranks,
         action_costs=_action_costs(solved),
+        beside=tuple(map(_action_costs, solved.beside)),
     )
 
 
 def rank_predictions(solved: Solved) -> tuple[RankPrediction, ...]:
-    """Of each stage's ranks."""
-    return tuple(_rank(solved, stage) for stage in range(solved.candidate.pp))
+    """Of each stage's ranks; with unequal shares of the batch, of those of each group of nodes."""
+    return tuple(
+        _rank(own, stage, solved.candidate)
+        for own in solved.beside or (solved,)
+        for stage in range(own.candidate.pp)
+    )
 
 
 def model_flops(model: ModelGraph, batch: int) -> float:
@@ -115,7 +122,8 @@ _ROUNDING = 1e-12
 """Sums of a stage's seconds in another order differ by a smaller share."""
 
 
-def _rank(solved: Solved, stage: int) -> RankPrediction:
+def _rank(solved: Solved, stage: int, whole: Candidate) -> RankPrediction:
+    """Of one stage's ranks of a candidate, or of its part on a group of nodes."""
     candidate, stager, costs = solved.candidate, solved.stager, solved.stager.costs
     runs, sites = stager.virtual_stages(stage, solved.cuts), stager.sites
     num = candidate.num_micro_batches
@@ -144,10 +152,13 @@ def _rank(solved: Solved, stage: int) -> RankPrediction:
         WAITING: max(0.0, solved.step_s - busy - exposed),
     }
     causes = stager.bytes_by_cause(stage, solved.cuts)
-    is_mixed = stager.cluster.is_mixed
+    is_mixed = bool(whole.group_order)
+    num_ranks = whole.ranks_per_stage
+    if whole.shares:
+        num_ranks = stager.cluster.num_gpus
     return RankPrediction(
         stage=stage,
-        num_ranks=candidate.mesh().num_ranks // candidate.pp,
+        num_ranks=num_ranks,
         peak_bytes=sum(causes.values()),
         bytes_by_cause=causes,
         seconds_by_cause=seconds,

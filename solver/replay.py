@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.ir.errors import InputError
 from autopar.ir.plan import ActionCosts, Plan
 from autopar.ir.schedules import compact_schedule
-from autopar.solver.simulate import SegmentTimes, Simulation, simulate
+from autopar.solver.simulate import SegmentTimes, Simulation, Work, simulate_together
 
 
 def simulate_plan(plan: Plan, *, record: bool = False) -> Simulation:
@@ -17,6 +17,8 @@ def simulate_plan(plan: Plan, *, record: bool = False) -> Simulation:
 
     Raises:
         InputError: An older autopar wrote the plan, and did not store them.
+
+    With unequal shares of the batch it is what the ranks do that wait least for others.
     """
     costs = plan.prediction.action_costs
     if costs is None:
@@ -24,18 +26,27 @@ def simulate_plan(plan: Plan, *, record: bool = False) -> Simulation:
             "the plan does not store the costs of its actions, so that it cannot be simulated",
             hint="plan again with this version of autopar",
         )
-    return simulate(
-        compact_schedule(
+    numbers = [share.num_micro_batches for share in plan.batch.shares]
+    if not numbers:
+        work = _work(plan, costs, plan.batch.num_micro_batches)
+        return simulate_together([work], record=record)[0]
+    pairs = zip(plan.prediction.beside, numbers, strict=True)
+    found = simulate_together([_work(plan, own, number) for own, number in pairs], record=record)
+    return max(found, key=lambda simulation: simulation.busy_s)
+
+
+def _work(plan: Plan, costs: ActionCosts, num_micro_batches: int) -> Work:
+    return Work(
+        schedule=compact_schedule(
             plan.schedule.name,
             [segment.stage for segment in plan.segments],
-            plan.batch.num_micro_batches,
+            num_micro_batches,
             zero_stage=plan.schedule.zero_stage,
             extra_in_flight=plan.schedule.extra_in_flight,
         ),
-        segment_times_of(costs),
+        times=segment_times_of(costs),
         optimizer_s=costs.optimizer_s,
         slowdown=costs.slowdowns or costs.slowdown,
-        record=record,
     )
 
 

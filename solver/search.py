@@ -107,6 +107,7 @@ class Search:
         self._rough: dict[tuple[object, ...], float] = {}
         self._on: dict[tuple[Cluster, object], Setting] = {}  # for several groups of nodes
         self._mixed: dict[tuple[object, ...], MixedSetting] = {}
+        self._searches: dict[Cluster, Search] = {}  # on single groups
         self._enough_s = math.inf  # bounds above it need not be exact
 
     def run(
@@ -218,6 +219,11 @@ class Search:
             self.settings[key] = self._setting_on(self.cluster, self.axes, candidate)
         return self.settings[key]
 
+    def use(self, candidate: Candidate, setting: Setting) -> None:
+        """Take the setting of a candidate from elsewhere, on nodes of one kind."""
+        key = (*_layout_degrees(candidate), candidate.micro_batch_size, candidate.way)
+        self.settings[key] = setting
+
     def _setting_on(self, cluster: Cluster, axes: TypedAxes, candidate: Candidate) -> Setting:
         return make_setting(
             self.facts,
@@ -267,7 +273,8 @@ class Search:
     def rough_bound(self, candidate: Candidate) -> float:
         """Of all candidates with its degrees and micro-batches; infinite for what fits nowhere."""
         degrees = (candidate.pp, candidate.dp, *_layout_degrees(candidate))
-        key = (*degrees, candidate.micro_batch_size, candidate.way, candidate.group_order)
+        batch = (candidate.micro_batch_size, candidate.num_micro_batches)
+        key = (*degrees, *batch, candidate.way, candidate.group_order)
         known = self._rough.get(key)
         if known is None:
             known = self._rough[key] = self._rough_bound(candidate)

@@ -125,21 +125,77 @@ def simulate(
     Raises:
         ScheduleError: The stages wait for each other for ever.
     """
-    items = schedule.items if isinstance(schedule, CompactSchedule) else _one_by_one(schedule)
-    messages: dict[int, float] = {}
-    slower = slowdown if isinstance(slowdown, Sequence) else [slowdown] * len(items)
-    ranks = [
-        _Rank(
-            items=of_stage,
-            num_micro_batches=schedule.num_micro_batches,
-            times=times,
-            messages=messages,
-            optimizer_s=optimizer_s[stage],
-            slowdown=slower[stage],
-            record=record,
+    work = Work(schedule=schedule, times=times, optimizer_s=optimizer_s, slowdown=slowdown)
+    return simulate_together([work], record=record)[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What the ranks of one pipeline do; see ``simulate``."""
+
+    schedule: Schedule | CompactSchedule
+    times: SegmentTimes
+    optimizer_s: Sequence[float]
+    slowdown: float | Sequence[float] = 0.0
+
+
+def simulate_together(works: Sequence[Work], *, record: bool = False) -> tuple[Simulation, ...]:
+    """Pipelines that do different work side by side, as data ranks with unequal shares of a batch:
+    a gather or reduction begins when all have come to it, and a step ends with the last of them.
+
+    All of them have the same gathers and reductions in the same order.
+    """
+    meetings: list[_Meeting] = []
+    teams: list[list[_Rank]] = []
+    for number, work in enumerate(works):
+        schedule, times, slowdown = work.schedule, work.times, work.slowdown
+        items = schedule.items if isinstance(schedule, CompactSchedule) else _one_by_one(schedule)
+        messages: dict[int, float] = {}
+        slower = slowdown if isinstance(slowdown, Sequence) else [slowdown] * len(items)
+        meetings = meetings or [_Meeting(size=len(works)) for _ in items]
+        teams.append(
+            [
+                _Rank(
+                    items=of_stage,
+                    num_micro_batches=schedule.num_micro_batches,
+                    times=times,
+                    messages=messages,
+                    optimizer_s=work.optimizer_s[stage],
+                    slowdown=slower[stage],
+                    record=record,
+                    meeting=meetings[stage],
+                    number=number,
+                )
+                for stage, of_stage in enumerate(items)
+            ]
         )
-        for stage, of_stage in enumerate(items)
-    ]
+    _run([rank for team in teams for rank in team])
+    step_s = max(rank.clock for team in teams for rank in team)
+    return tuple(_simulation(team, step_s) for team in teams)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Meeting:
+    """When each of the ranks that communicate with each other comes to a collective."""
+
+    size: int
+    arrivals: dict[int, dict[int, float]] = field(default_factory=dict)
+
+    def begins(self, collective: int, number: int, at: float) -> float | None:
+        """When the collective begins; None while others are not known to come."""
+        if self.size == 1:
+            return at
+        arrived = self.arrivals.setdefault(collective, {})
+        arrived[number] = at
+        return max(arrived.values()) if len(arrived) == self.size else None
+
+
+def _run(ranks: Sequence[_Rank]) -> None:
+    """Let all ranks do all that they do.
+
+    Raises:
+        ScheduleError: They wait for each other for ever.
+    """
     moved = True
     while moved:
         moved = False
@@ -150,8 +206,11 @@ def simulate(
             item = rank.items[rank.position]
             action = next(item.actions()) if isinstance(item, Run) else item
             raise ScheduleError("the stages wait for each other", where=f"stage {stage}, {action}")
+
+
+def _simulation(ranks: Sequence[_Rank], step_s: float) -> Simulation:
     return Simulation(
-        step_s=max(rank.clock for rank in ranks),
+        step_s=step_s,
         busy_s=tuple(rank.busy_s for rank in ranks),
         exposed_s=tuple(rank.exposed_s for rank in ranks),
         peak_held_bytes=tuple(rank.peak_bytes for rank in ranks),
@@ -192,7 +251,10 @@ class _Rank:
     optimizer_s: float
     slowdown: float
     record: bool
+    meeting: _Meeting
+    number: int
     position: int = 0
+    num_collectives: int = 0
     clock: float = 0.0
     comm_clock: float = 0.0
     busy_s: float = 0.0
@@ -221,7 +283,8 @@ class _Rank:
             item = items[position]
             if isinstance(item, Action):
                 self.clock, self.busy_s = clock, busy_s
-                self.run_action(item)
+                if not self.run_action(item):
+                    break
                 clock, busy_s, comm_clock = self.clock, self.busy_s, self.comm_clock
                 position += 1
                 continue
@@ -295,17 +358,22 @@ class _Rank:
             self.occupy(action, taken)
             left -= taken
 
-    def run_action(self, action: Action) -> None:
+    def run_action(self, action: Action) -> bool:
+        """False while a collective waits for ranks that are not known to come to it."""
         kind, segment = action.kind, action.segment
         if kind is ActionKind.SEND_ACTIVATIONS or kind is ActionKind.SEND_GRADIENTS:
             self.send(action)
         elif kind is ActionKind.GATHER_PARAMETERS:
-            self.gathered[segment] = self.communicate(action, self.times.gather_s[segment])
+            done = self.communicate(action, self.times.gather_s[segment])
+            if done is None:
+                return False
+            self.gathered[segment] = done
         elif kind is ActionKind.REDUCE_GRADIENTS:
-            self.communicate(action, self.times.reduce_s[segment])
+            return self.communicate(action, self.times.reduce_s[segment]) is not None
         elif kind is ActionKind.OPTIMIZER:
             self.wait_for_comm(self.comm_clock)
             self.occupy(action, self.optimizer_s)
+        return True
 
     def send(self, action: Action) -> None:
         """Start a message; sending takes the stage no time."""
@@ -337,11 +405,15 @@ class _Rank:
         self.busy_s += self.clock - start
         self.note(action, start, self.clock)
 
-    def communicate(self, action: Action, seconds: float) -> float:
-        """Queue a collective; the time at which it is done."""
+    def communicate(self, action: Action, seconds: float) -> float | None:
+        """Queue a collective; the time at which it is done, None while that is not known."""
         if seconds == 0.0:
             return 0.0
-        start = max(self.clock, self.comm_clock)
+        own = max(self.clock, self.comm_clock)
+        start = self.meeting.begins(self.num_collectives, self.number, own)
+        if start is None:
+            return None
+        self.num_collectives += 1
         self.comm_clock = start + seconds
         self.comm.append((start, self.comm_clock))
         self.note(action, start, self.comm_clock)

@@ -37,6 +37,7 @@ from autopar.solver.pins import Pins
 from autopar.solver.predict import predict
 from autopar.solver.reasons import NUM_ALTERNATIVES, alternatives, search_report
 from autopar.solver.search import Progress, SearchResult
+from autopar.solver.shares import share_plans
 from autopar.solver.solved import Solved
 from autopar.solver.unruled import replicated_ops
 from autopar.solver.what_if import shadow_prices, solve_runners_up
@@ -149,6 +150,7 @@ def make_plan(
         global_batch_size=global_batch_size,
         micro_batch_size=candidate.micro_batch_size,
         num_micro_batches=candidate.num_micro_batches,
+        shares=share_plans(cluster, candidate),
     )
     check_last(model, layout, batch, mesh)
     axes = plan_axes(mesh)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,13 +14,17 @@ from autopar.solver.candidates import Candidate
 from autopar.solver.layout.problem import Solution
 from autopar.solver.mixed import AnySetting
 from autopar.solver.runs import on_stage
-from autopar.solver.simulate import SegmentTimes, Simulation, simulate
+from autopar.solver.simulate import SegmentTimes, Simulation, Work, simulate_together
 from autopar.solver.stages import Stager
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Solved:
-    """A candidate with its layout, cuts and simulated step."""
+    """A candidate with its layout, cuts and simulated step.
+
+    Where data ranks have unequal shares of the batch, ``beside`` are those of each group of nodes,
+    and all else is that of the one that does not wait for others.
+    """
 
     candidate: Candidate
     solution: Solution
@@ -31,6 +35,7 @@ class Solved:
     schedule: CompactSchedule
     times: SegmentTimes
     simulation: Simulation
+    beside: tuple[Solved, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -45,7 +50,56 @@ def simulate_cuts(
     cuts: tuple[int, ...],
 ) -> Solved:
     """Segments, schedule and simulated step of a candidate whose layout and cuts are known."""
-    segments = tuple(
+    work = work_of(stager, cuts)
+    (simulation,) = simulate_together([work])
+    return _solved(candidate, setting, solution, stager, cuts, work, simulation)
+
+
+def solved_together(
+    candidate: Candidate, setting: AnySetting, solution: Solution, stagers: Sequence[Stager]
+) -> Solved:
+    """A candidate of one stage with unequal shares of the batch; ``stagers`` are those of each
+    group of nodes, which begin gathers and reductions together.
+    """
+    cuts = (0, stagers[0].costs.num_blocks)
+    works = [work_of(stager, cuts) for stager in stagers]
+    both = [
+        tuple(map(max, zip(*(getattr(work.times, name) for work in works), strict=True)))
+        for name in ("gather_s", "reduce_s")
+    ]
+    works = [
+        replace(work, times=replace(work.times, gather_s=both[0], reduce_s=both[1]))
+        for work in works
+    ]
+    simulations = simulate_together(works)
+    beside = tuple(
+        _solved(stager.candidate, setting, solution, stager, cuts, work, simulation)
+        for stager, work, simulation in zip(stagers, works, simulations, strict=True)
+    )
+    last = max(beside, key=lambda solved: solved.simulation.busy_s)
+    return replace(last, candidate=candidate, beside=beside)
+
+
+def work_of(stager: Stager, cuts: tuple[int, ...]) -> Work:
+    """What the ranks of a candidate do with these cuts."""
+    candidate, segments = stager.candidate, segments_of(stager.candidate, cuts)
+    return Work(
+        schedule=compact_schedule(
+            candidate.schedule,
+            [stage for stage, _, _ in segments],
+            candidate.num_micro_batches,
+            zero_stage=candidate.zero_stage,
+            extra_in_flight=candidate.extra_in_flight,
+        ),
+        times=segment_times(stager, segments),
+        optimizer_s=optimizer_s(stager, segments),
+        slowdown=stager.sites.slowdown.tolist(),
+    )
+
+
+def segments_of(candidate: Candidate, cuts: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
+    """Stage, first and last block of each segment."""
+    return tuple(
         segment
         for number, (first, end) in enumerate(itertools.pairwise(cuts))
         for segment in (
@@ -54,29 +108,27 @@ def simulate_cuts(
             else [(number % candidate.pp, first, end - 1)]
         )
     )
-    schedule = compact_schedule(
-        candidate.schedule,
-        [stage for stage, _, _ in segments],
-        candidate.num_micro_batches,
-        zero_stage=candidate.zero_stage,
-        extra_in_flight=candidate.extra_in_flight,
-    )
-    times = segment_times(stager, segments)
-    simulation = simulate(
-        schedule,
-        times,
-        optimizer_s=optimizer_s(stager, segments),
-        slowdown=stager.sites.slowdown.tolist(),
-    )
+
+
+def _solved(
+    candidate: Candidate,
+    setting: AnySetting,
+    solution: Solution,
+    stager: Stager,
+    cuts: tuple[int, ...],
+    work: Work,
+    simulation: Simulation,
+) -> Solved:
+    assert isinstance(work.schedule, CompactSchedule)
     return Solved(
         candidate=candidate,
         solution=solution,
         setting=setting,
         stager=stager,
         cuts=cuts,
-        segments=segments,
-        schedule=schedule,
-        times=times,
+        segments=segments_of(candidate, cuts),
+        schedule=work.schedule,
+        times=work.times,
         simulation=simulation,
     )
 

@@ -22,6 +22,7 @@ from autopar.solver.pins import (
     fixes_gpus,
     pinned_degrees,
 )
+from autopar.solver.shares import unequal_shares
 
 LONG_SEQUENCE = 32768
 """Sequences of so many tokens are searched for a context axis."""
@@ -50,7 +51,7 @@ def candidates(
         candidate
         for mesh in _meshes(cluster, model, pin)
         for order in _group_orders(cluster, mesh)
-        for candidate in _of_mesh(mesh, order, global_batch_size, model, pin)
+        for candidate in _of_mesh(cluster, mesh, order, global_batch_size, model, pin)
     )
     if not found:
         pinned = ", ".join(f"{name}={value}" for name, value in pin.items()) or "nothing"
@@ -145,16 +146,18 @@ def _group_orders(cluster: Cluster, mesh: Mesh) -> Iterator[tuple[int, ...]]:
 
 
 def _of_mesh(
-    mesh: Mesh, order: tuple[int, ...], global_batch_size: int, model: Divisible, pin: Pins
+    cluster: Cluster,
+    mesh: Mesh,
+    order: tuple[int, ...],
+    global_batch_size: int,
+    model: Divisible,
+    pin: Pins,
 ) -> Iterator[Candidate]:
-    if global_batch_size % mesh.batch_ranks:
-        return
-    share = global_batch_size // mesh.batch_ranks
     recomputes: tuple[RecomputeName, ...] = ("blocks",)
     if "recompute" in pin:
         recomputes = (cast("RecomputeName", pin["recompute"]),)
     sharded = pin.get("sequence_parallel")
-    for micro_batch_size in _micro_batch_sizes(share, pin):
+    for micro_batch_size, number, shares in _divisions(cluster, mesh, global_batch_size, pin):
         for zero_stage in _zero_stages(mesh, pin):
             for recompute in recomputes:
                 for schedule, virtual in _schedules(mesh.pp, model, pin, is_mixed=bool(order)):
@@ -166,7 +169,7 @@ def _of_mesh(
                         ep=mesh.ep,
                         tp=mesh.tp,
                         micro_batch_size=micro_batch_size,
-                        num_micro_batches=-(-share // micro_batch_size),
+                        num_micro_batches=number,
                         zero_stage=zero_stage,
                         recompute=recompute,
                         schedule=schedule,
@@ -177,9 +180,30 @@ def _of_mesh(
                         cuts=cast("CutsName", pin.get("cuts", "balanced")),
                         extra_in_flight=int(pin.get("extra_in_flight", 0)),
                         group_order=order,
+                        shares=shares,
                     )
                     if _holds(candidate, pin):
                         yield candidate
+
+
+def _divisions(
+    cluster: Cluster, mesh: Mesh, global_batch_size: int, pin: Pins
+) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """How the batch is divided: micro-batch size, micro-batches of the data ranks that have most,
+    and of those of each group of nodes where they are not all alike.
+    """
+    if global_batch_size % mesh.batch_ranks == 0:
+        share = global_batch_size // mesh.batch_ranks
+        for size in _micro_batch_sizes(share, pin):
+            yield size, -(-share // size), ()
+    if not cluster.is_mixed or mesh.pp > 1 or pin.get("shares") == "equal":
+        return
+    sizes = divisors(global_batch_size // mesh.ep)
+    if "micro_batch_size" in pin:
+        sizes = (int(pin["micro_batch_size"]),)
+    for size in sizes:
+        for shares in unequal_shares(cluster, mesh, global_batch_size, size):
+            yield size, max(shares), shares
 
 
 def _micro_batch_sizes(share: int, pin: Pins) -> tuple[int, ...]:
@@ -236,6 +260,8 @@ def _holds(candidate: Candidate, pin: Pins) -> bool:
         return candidate.schedule != "layered" and (
             "virtual_stages" in pin or candidate.virtual_stages == 1
         )
+    if candidate.shares and candidate.zero_stage > 1 and candidate.schedule != "layered":
+        return False  # gathers or reductions of each micro-batch, which some ranks do not have
     # Interleaved, fewer micro-batches than stages leave stages waiting as if there were no others.
     is_short = candidate.num_micro_batches < candidate.pp and candidate.schedule != "layered"
     is_short = is_short and candidate.virtual_stages > 1

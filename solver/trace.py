@@ -51,7 +51,7 @@ def trace(plan: Plan, simulation: Simulation) -> dict[str, object]:
 def _names(plan: Plan, stage: int) -> Iterator[TraceEvent]:
     ranks = plan.device_mesh().num_ranks // plan.mesh.pp
     name = f"stage {stage} (each of {ranks} ranks)" if ranks > 1 else f"stage {stage}"
-    nodes = plan.prediction.ranks[stage].nodes
+    nodes = plan.prediction.of_stage(stage).nodes
     name += f" on {nodes}" if nodes else ""
     yield _metadata(stage, "process_name", {"name": name})
     yield _metadata(stage, "process_sort_index", {"sort_index": stage})
@@ -96,7 +96,7 @@ def _memory(plan: Plan, stage: int, events: tuple[Event, ...]) -> Iterator[Trace
     costs = plan.prediction.action_costs
     assert costs is not None
     times = segment_times_of(costs)
-    causes = plan.prediction.ranks[stage].bytes_by_cause
+    causes = plan.prediction.of_stage(stage).bytes_by_cause
     base, held = sum(causes.get(cause, 0) for cause in PERSISTENT), 0
     yield _counter(stage, 0.0, base, held)
     for event in events:

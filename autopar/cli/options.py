@@ -25,6 +25,7 @@ CHOICE_PINS = {
     "recompute": ("none", "selective", "selective_op", "selective_layer", "blocks", "full"),
     "schedule": ("1f1b", "interleaved", "layered", "zero_bubble"),
     "cuts": ("balanced", "even"),
+    "shares": ("balanced", "equal"),
 }
 TEXT_PINS = ("kernel",)
 

@@ -89,6 +89,12 @@ def _decisions(plan: Plan) -> str:
 
 def _batch(plan: Plan) -> str:
     batch, ranks = plan.batch, plan.device_mesh().batch_ranks
+    if batch.shares:
+        shares = ", ".join(
+            f"{share.data_ranks} data ranks × {share.num_micro_batches}" for share in batch.shares
+        )
+        size = batch.micro_batch_size
+        return f"{batch.global_batch_size} sequences in micro-batches of {size}: {shares}"
     text = (
         f"{batch.global_batch_size} sequences = {batch.num_micro_batches} micro-batches × "
         f"{batch.micro_batch_size} × {ranks} data ranks"
@@ -102,7 +108,8 @@ def _stages(plan: Plan) -> str:
     for stage in range(plan.mesh.pp):
         held = [segment for segment in plan.segments if segment.stage == stage]
         runs = _runs((segment.first_block, segment.last_block) for segment in held)
-        nodes = plan.prediction.ranks[stage].nodes
+        own = [rank.nodes for rank in plan.prediction.ranks if rank.stage == stage and rank.nodes]
+        nodes = " and ".join(own)
         lines.append(
             (
                 f"stage {stage}",

@@ -301,7 +301,8 @@ class ActionCosts:
 class Prediction:
     """Predicted step. ``mfu`` counts model FLOPs without recomputation; ``action_costs`` are what
     it was simulated with, None in plans of versions that did not store them. ``usable_bytes`` are
-    those of the fullest rank.
+    those of the fullest rank. With unequal shares of the batch ``ranks`` and ``beside`` have an
+    entry for each of the shares, and ``action_costs`` are those of the ranks that wait least.
     """
 
     step_s: float
@@ -311,6 +312,11 @@ class Prediction:
     usable_bytes: int
     ranks: tuple[RankPrediction, ...]
     action_costs: ActionCosts | None = None
+    beside: tuple[ActionCosts, ...] = ()
+
+    def of_stage(self, stage: int) -> RankPrediction:
+        """The ranks of a stage; where they differ, those that wait least."""
+        return critical_of([rank for rank in self.ranks if rank.stage == stage])
 
     @property
     def fullest(self) -> RankPrediction:
@@ -498,8 +504,8 @@ def check_prediction(plan: Plan) -> None:
     than what was found: a plan runs without that, but says nothing.
     """
     prediction, proved, where = plan.prediction, plan.certificate, plan.model.name
-    stages = [rank.stage for rank in prediction.ranks]
-    if stages != list(range(plan.mesh.pp)):
+    stages, num_shares = [rank.stage for rank in prediction.ranks], len(plan.batch.shares) or 1
+    if stages != num_shares * list(range(plan.mesh.pp)):
         raise PlanFormatError(
             f"predictions of stages {stages}, but the plan has {plan.mesh.pp} of them", where=where
         )

@@ -91,6 +91,7 @@ def test_pins_are_flags(capfd: pytest.CaptureFixture[str], config):
         "global_batch_size": 8,
         "micro_batch_size": 2,
         "num_micro_batches": 2,
+        "shares": [],
     }
     schedule = document["schedule"]
     assert (schedule["name"], schedule["recompute"], schedule["zero_stage"]) == (

@@ -19,10 +19,11 @@ from autopar.runtime.engine import Engine
 from autopar.runtime.micro_batches import NOBODY, own_rows, run_of, sequences
 from autopar.runtime.results import StepResult
 from autopar.runtime.threads import run_mesh
+from autopar.solver import Cluster, solve
 from tests.runtime.cases import GLOBAL_BATCH, Setup, initial_parameters, make_batch, make_model
 from tests.runtime.cases import make_plan as equal_plan
 from tests.runtime.harness import assert_close
-from tests.runtime.laid_out import assert_equals_reference, laid_out
+from tests.runtime.laid_out import LaidOut, assert_equals_reference, laid_out
 
 
 def with_shares(plan: Plan, size: int, *numbers: int) -> Plan:
@@ -147,3 +148,21 @@ def test_data_ranks_that_need_each_other_in_a_micro_batch_are_refused() -> None:
     )
     with pytest.raises(InputError, match="need each other"):
         lower_plan(case.model, with_shares(case.plan, 2, 1, 3))
+
+
+def test_what_is_planned_for_a_mixed_cluster_trains_as_one_device_does() -> None:
+    """From the cluster to the step: the planner gives the faster ranks more of the batch."""
+    slow = Cluster("cpu-local", gpus_per_node=1)
+    chip = replace(slow.hardware.chip, launch_s=1e-9, kernel_s=1e-9)
+    slow = slow.with_hardware(replace(slow.hardware, chip=chip))
+    cluster = Cluster.of_groups(
+        [slow, slow.scaled(compute=3, memory=3)], replace(slow.hardware.network, latency_s=0.0)
+    )
+    model = make_model("llama", 2, "fp32")
+    training = equal_plan(Setup()).training
+    pin = {"pp": 1, "tp": 1, "micro_batch_size": 1}
+    plan = solve(model, cluster, global_batch_size=8, training=training, pin=pin)
+    slower, faster = plan.batch.shares
+    assert slower.num_micro_batches < faster.num_micro_batches
+    weights, batch = initial_parameters("llama", 2, "fp32"), make_batch("llama", seed=0)
+    assert_equals_reference(LaidOut(model=model, plan=plan, weights=weights), batch)

@@ -51,4 +51,5 @@ def check(instance: Instance, *, most_layouts: int | None = None) -> None:
         assert math.isinf(fastest) or result.unsettled
         return
     assert fastest <= result.best.step_s * _SHARE
-    assert result.best.stager.fits(result.best.cuts)
+    for own in result.best.beside or (result.best,):
+        assert own.stager.fits(own.cuts)

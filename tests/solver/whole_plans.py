@@ -15,12 +15,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from autopar.ir.plan import RecomputeName
 from autopar.solver.candidates import Candidate
 from autopar.solver.facts import Floats
 from autopar.solver.layout.problem import Solution
 from autopar.solver.mixed import AnySetting
 from autopar.solver.recomputing import choose_blocks
 from autopar.solver.search import Search
+from autopar.solver.share_search import ShareSearch
 from autopar.solver.solved import Solved, simulate_cuts
 from autopar.solver.stages import Stager
 from autopar.solver.virtual_cuts import virtual_cuts
@@ -42,6 +44,9 @@ class WholePlans:
         """Every plan of a candidate that fits into memory and is not needless."""
         if candidate.virtual_stages > 1:
             yield from self._virtual_plans(candidate)
+            return
+        if candidate.shares:
+            yield from self._share_plans(candidate)
             return
         setting = self.search.setting(candidate)
         own = _Layouts(self.search, candidate, setting, self.layouts(setting))
@@ -68,6 +73,27 @@ class WholePlans:
                 raise TooLarge(f"more than {self.most_layouts} layouts")
             self._layouts[id(setting)] = setting, solutions
         return self._layouts[id(setting)][1]
+
+    def _share_plans(self, candidate: Candidate) -> Iterator[Solved]:
+        """With every layout, and every set of blocks that is computed again and none of which could
+        be left out.
+        """
+        search = self.search
+        assert isinstance(search, ShareSearch)
+        able = frozenset(np.flatnonzero(search.facts.repeated_blocks("full")).tolist())
+        for solution in self.layouts(search.setting(candidate)):
+            found: list[Blocks] = []
+            for blocks in subsets(able if candidate.recompute == "blocks" else frozenset()):
+                if any(smaller <= blocks for smaller in found):
+                    continue
+                own = candidate
+                if candidate.recompute == "blocks":
+                    chosen = tuple(sorted(blocks))
+                    name: RecomputeName = "blocks" if blocks else "none"
+                    own = dataclasses.replace(own, recompute=name, recomputed_blocks=chosen)
+                if search.fits(own, solution):
+                    found.append(blocks)
+                    yield search.simulated(own, solution)
 
     def _virtual_plans(self, candidate: Candidate) -> Iterator[Solved]:
         """With virtual stages the space has one layout, a few cuts, and for each the blocks that
