@@ -17,12 +17,12 @@ from tests.solver.small import instance, plan
 
 SLOW = Cluster("cpu-local", nodes=2, gpus_per_node=2)
 CHIP = SLOW.hardware.chip
-FAST = SLOW.scaled(compute=3, memory=3)
-FAST = FAST.with_hardware(
+FASTER = SLOW.scaled(compute=3, memory=3).hardware
+FAST = SLOW.with_hardware(
     dataclasses.replace(
-        FAST.hardware,
+        FASTER,
         chip=dataclasses.replace(
-            FAST.hardware.chip, launch_s=CHIP.launch_s / 3, kernel_s=CHIP.kernel_s / 3
+            FASTER.chip, launch_s=CHIP.launch_s / 3, kernel_s=CHIP.kernel_s / 3
         ),
     )
 )
