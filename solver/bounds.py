@@ -36,7 +36,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -58,15 +58,21 @@ class StageTimes:
         both: Forward and backward, t (a lower bound of it).
         forward: f = t − (lower bound of t − f).
         backward: g = t − (lower bound of t − g).
+        input, early: Of backwards in two parts, lower bounds of the input part i, and of f + i.
+        weight: A lower bound of the weight part.
     """
 
     both: Floats
     forward: Floats
     backward: Floats
+    input: Floats
+    early: Floats
+    weight: Floats
 
     def plus(self, seconds: Floats) -> StageTimes:
         """With a forward and a backward that take so much longer together, either part maybe."""
-        return StageTimes(
+        return replace(
+            self,
             both=self.both + seconds,
             forward=self.forward + seconds,
             backward=self.backward + seconds,
@@ -74,22 +80,28 @@ class StageTimes:
 
     def plus_backward(self, seconds: Floats) -> StageTimes:
         """With a backward that is longer by so much."""
-        return StageTimes(
-            both=self.both + seconds, forward=self.forward, backward=self.backward + seconds
-        )
+        return replace(self, both=self.both + seconds, backward=self.backward + seconds)
 
 
 def exact_times(stager: Stager) -> StageTimes:
     """The times of a layout."""
     forward, backward = stager.costs.forward_s, stager.backward_s()
-    return StageTimes(both=forward + backward, forward=forward, backward=backward)
+    weight = stager.weight_s()
+    return StageTimes(
+        both=forward + backward,
+        forward=forward,
+        backward=backward,
+        input=backward - weight,
+        early=forward + backward - weight,
+        weight=weight,
+    )
 
 
 _MOST_RUNS = 400_000
 """Work limit: models of hundreds of blocks have more runs where windows are wide."""
 
 
-def _rows(values: Floats, num_stages: int) -> Floats:
+def stage_rows(values: Floats, num_stages: int) -> Floats:
     """A row for each stage, of values of one stage or rows of each."""
     return np.array(np.broadcast_to(values, (num_stages, values.shape[-1])))
 
@@ -122,17 +134,17 @@ class StageBounds:
         num, stages = candidate.num_micro_batches, candidate.pp
         both = self.times.both
         more = (num - 1) * both if both.ndim == 1 else num * both - least_of(both)
-        waiting = _rows(more, stages)
+        waiting = stage_rows(more, stages)
         if candidate.schedule == "1f1b":  # (B)
             ahead = stager.flying[:, None] - 1
             waiting = prefixes(np.maximum(0.0, waiting - ahead * self.times.forward))
         else:
             waiting[:-1] = 0.0
             waiting = prefixes(waiting)
-        before, work = least_prefix(both), num * prefixes(_rows(both, stages))
+        before, work = least_prefix(both), num * prefixes(stage_rows(both, stages))
         all_s = float(least_of(both).sum()) + float(self.messages[0])
         values, largest = self._stream()
-        stream = prefixes(_rows(values + stager.once_s(), stages))
+        stream = prefixes(stage_rows(values + stager.once_s(), stages))
         once = stager.sites.step_s[:, None] - largest * float(stager.gather_s().max())
         return Reach(
             seconds=(
@@ -140,7 +152,7 @@ class StageBounds:
                 Floor(first=waiting, end=waiting + all_s),
                 Floor(first=stream, end=stream + once),  # (D)
             ),
-            priced=least_with_again(stager, self.times.both),
+            priced=least_with_again(stager, both, before),
             memory=(stager.least_run_bytes().floor(),),
         )
 

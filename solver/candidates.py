@@ -123,6 +123,11 @@ class Candidate:
         )
 
     @property
+    def has_parts(self) -> bool:
+        """Whether its backwards are in two parts."""
+        return self.schedule == "zero_bubble"
+
+    @property
     def per_block(self) -> bool:
         """Whether each block is a segment: then its gathers and reductions overlap with others.
 

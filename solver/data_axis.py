@@ -43,6 +43,7 @@ class DataAxis:
     facts: ModelFacts
     cluster: Cluster
     _typing: AxisTyping | None = None
+    _divides_all: bool | None = None
     _undivided: dict[tuple[Cluster, int, int, int], tuple[KindCost, ...]] = field(
         default_factory=dict
     )
@@ -56,6 +57,11 @@ class DataAxis:
 
     def divides_all(self) -> bool:
         """Whether every op works on its own data rank's sequences only."""
+        if self._divides_all is None:
+            self._divides_all = self._find_divides_all()
+        return self._divides_all
+
+    def _find_divides_all(self) -> bool:
         typing = self.typing()
         return not any(
             _is_whole(tensors, states)

@@ -31,8 +31,8 @@ class BlockCosts:
         held_bytes: What autograd keeps.
         rebuilt_bytes: What is there beside it when backward has computed single ops again.
         temporary_bytes: What the op that needs most has beside it.
-        weight_s, waiting_bytes: Of a backward in two parts, the weight part of ``backward_s``, and
-            what is kept until then; nothing is, where costs are the least.
+        input_s, weight_s: Of ``backward_s``, the two parts of a backward in two.
+        waiting_bytes: What is kept between the parts.
         input_bytes: The block's activations inputs: what recomputation starts from.
         border_bytes: What passes from block ``i - 1`` and before to block ``i`` and after.
         sent_bytes, gathered_bytes: What a rank sends of it, either way, and what tensor ranks then
@@ -52,6 +52,7 @@ class BlockCosts:
     held_bytes: Floats
     rebuilt_bytes: Floats
     temporary_bytes: Floats
+    input_s: Floats
     weight_s: Floats
     waiting_bytes: Floats
     input_bytes: Floats
@@ -90,6 +91,24 @@ class BlockCosts:
         """Whether several blocks use a parameter."""
         return sum(map(len, self.parameters)) > len(set().union(*self.parameters))
 
+    @functools.cached_property
+    def shared(self) -> tuple[tuple[Floats, float, float], ...]:
+        """Of parameters that several blocks use: 1 for these, elements, and those of experts."""
+        users: dict[str, list[int]] = {}
+        for block, names in enumerate(self.parameters):
+            for name in names:
+                users.setdefault(name, []).append(block)
+        found: dict[tuple[int, ...], tuple[float, float]] = {}
+        for name, blocks in users.items():
+            if len(blocks) > 1:
+                elements, is_expert = self.parameters[blocks[0]][name]
+                numel, experts = found.get(tuple(blocks), (0.0, 0.0))
+                found[tuple(blocks)] = (numel + elements, experts + elements * is_expert)
+        return tuple(
+            (np.bincount(blocks, minlength=self.num_blocks).astype(np.float64), *numels)
+            for blocks, numels in found.items()
+        )
+
     def again(self, recompute: RecomputeName) -> Floats:
         """1 for blocks that ``recompute`` repeats as a whole, 0 for others."""
         return self.recomputed[recompute]
@@ -108,22 +127,26 @@ def layout_costs(
 
 
 def least_costs(facts: ModelFacts, problem: Problem, kinds: tuple[KindCost, ...]) -> BlockCosts:
-    """What no layout is below: ``kinds`` are lower bounds, classes have their smallest state.
-
-    What ``weight_s`` leaves of ``backward_s`` is below every layout's input part.
-    """
+    """What no layout is below: ``kinds`` are lower bounds, classes have their smallest state."""
     chosen = {
         number: _chosen(problem, number, range(len(found.states)))
         for number, found in enumerate(problem.classes)
         if found.states
     }
     found = _block_costs(facts, kinds, chosen)
-    inputs = {
-        name: cost.backward_s - cost.weight_s
-        for name, cost in zip(facts.model.kinds, kinds, strict=True)
-    }
-    input_s = np.array([inputs[block.kind] for block in facts.model.blocks])
-    return replace(found, weight_s=np.maximum(0.0, found.backward_s - input_s))
+    inputs = dict(zip(facts.model.kinds, _least_input_s(problem), strict=True))
+    return replace(found, input_s=np.array([inputs[block.kind] for block in facts.model.blocks]))
+
+
+def _least_input_s(problem: Problem) -> list[float]:
+    """For each kind, seconds of the input part of a backward: every op at its fastest."""
+    found = [0.0] * len(problem.kinds)
+    for op in problem.ops:
+        found[op.kind] += min(option.backward_s - option.weight_s for option in op.options)
+    for state_class in problem.classes:
+        for kind, costs in state_class.outer.items():
+            found[kind] += min(cost.backward_s for cost in costs)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,19 +179,23 @@ def least_kind_costs(problem: Problem) -> tuple[KindCost, ...]:
     """For each kind: every op at its fastest, no moves, and every kept tensor at its smallest."""
     num = len(problem.kinds)
     forward, backward, held, temporary = [0.0] * num, [0.0] * num, [0] * num, [0] * num
-    inputs = [0.0] * num
-    rebuilt = [0] * num
+    weight, rebuilt, waiting = [0.0] * num, [0] * num, [0] * num
+    awaited: dict[int, list[int]] = {}
     launches = [[0.0, 0.0] for _ in range(num)]
     kept: dict[int, int] = {}
     for op in problem.ops:
         forward[op.kind] += min(option.forward_s for option in op.options)
         backward[op.kind] += min(option.backward_s for option in op.options)
-        inputs[op.kind] += min(option.backward_s - option.weight_s for option in op.options)
+        weight[op.kind] += min(option.weight_s for option in op.options)
         launches[op.kind][0] += min(option.forward_launch_s for option in op.options)
         launches[op.kind][1] += min(option.backward_launch_s for option in op.options)
         smallest = min(option.transient_bytes for option in op.options)
         temporary[op.kind] = max(temporary[op.kind], smallest)
         rebuilt[op.kind] += min(option.rebuilt_bytes for option in op.options)
+        waiting[op.kind] += min(option.waiting_bytes for option in op.options)
+        for place, value in enumerate(op.operands):
+            sizes = [dict(option.waiting).get(place, 0) for option in op.options]
+            awaited.setdefault(value, []).append(min(sizes))
         tensors = [{problem.held[q].tensor for q in option.held} for option in op.options]
         always = {tensor for tensor in set.intersection(*tensors) if tensor >= 0}
         kept.update(dict.fromkeys(always, op.kind))
@@ -187,6 +214,8 @@ def least_kind_costs(problem: Problem) -> tuple[KindCost, ...]:
         smallest_of[entry.tensor] = min(smallest_of.get(entry.tensor, size), size)
     for tensor, kind in kept.items():
         held[kind] += smallest_of[tensor]
+    for value, least in awaited.items():  # those that several ops keep alike count once
+        waiting[problem.values[value].kind] += max(least)
     return tuple(
         KindCost(
             forward_s=forward[kind],
@@ -196,7 +225,8 @@ def least_kind_costs(problem: Problem) -> tuple[KindCost, ...]:
             held_bytes=held[kind],
             rebuilt_bytes=rebuilt[kind],
             transient_bytes=temporary[kind],
-            weight_s=backward[kind] - inputs[kind],
+            weight_s=weight[kind],
+            waiting_bytes=waiting[kind],
             forward_launch_s=launches[kind][0],
             backward_launch_s=launches[kind][1],
         )
@@ -212,6 +242,8 @@ def _block_costs(
     model, classes = facts.model, facts.classes
     order = {name: number for number, name in enumerate(model.kinds)}
     costs = [kinds[order[block.kind]] for block in model.blocks]
+    backward_s = np.array([max(cost.backward_s, cost.backward_launch_s) for cost in costs])
+    weight_s = np.array([min(cost.weight_s, cost.backward_s) for cost in costs])
     num = len(costs)
     numel, shared, step_s = np.zeros(num), np.zeros(num), np.zeros(num)
     experts, shared_experts = np.zeros(num), np.zeros(num)
@@ -247,13 +279,14 @@ def _block_costs(
         gathered[producer + 1 : last + 1] += one.gathered_numel * itemsize
     return BlockCosts(
         forward_s=np.array([max(cost.forward_s, cost.forward_launch_s) for cost in costs]),
-        backward_s=np.array([max(cost.backward_s, cost.backward_launch_s) for cost in costs]),
+        backward_s=backward_s,
         forward_comm_s=np.array([cost.forward_comm_s for cost in costs]),
         backward_comm_s=np.array([cost.backward_comm_s for cost in costs]),
         held_bytes=np.array([float(cost.held_bytes) for cost in costs]),
         rebuilt_bytes=np.array([float(cost.rebuilt_bytes) for cost in costs]),
         temporary_bytes=np.array([float(cost.transient_bytes) for cost in costs]),
-        weight_s=np.array([min(cost.weight_s, cost.backward_s) for cost in costs]),
+        input_s=backward_s - weight_s,
+        weight_s=weight_s,
         waiting_bytes=np.array([float(cost.waiting_bytes) for cost in costs]),
         input_bytes=inputs,
         border_bytes=borders,

@@ -25,12 +25,13 @@ def in_flight(candidate: Candidate, stage: int) -> Floats:
     is held in one of the rows. The last segment of a layered schedule holds one micro-batch.
     """
     num, pp, virtual = candidate.num_micro_batches, candidate.pp, candidate.virtual_stages
+    extra = candidate.extra_in_flight
     if candidate.schedule == "layered":
         return np.full((1, virtual), float(num))
     if candidate.schedule in DEEPENED and virtual == 1:
-        return np.full((1, 1), float(most_forwards(pp, stage, num, candidate.extra_in_flight)))
-    if candidate.schedule == "zero_bubble":
-        return _most(in_parts(candidate, stage)[:, :virtual])
+        return np.full((1, 1), float(most_forwards(pp, stage, num, extra)))
+    if candidate.has_parts:
+        return _flying(pp, virtual, num if extra else _enough(num, pp), stage, extra)
     return _interleaved(pp, virtual, _enough(num, pp), stage)[:, :virtual]
 
 
@@ -94,6 +95,12 @@ def _interleaved(
         if kind is ActionKind.FORWARD or kind is ActionKind.BACKWARD_INPUT:
             moments[tuple(live)] = None
     return _most(np.array(list(moments), dtype=np.float64))
+
+
+@functools.lru_cache(maxsize=4096)
+def _flying(pp: int, virtual_stages: int, num_micro_batches: int, stage: int, extra: int) -> Floats:
+    moments = _interleaved(pp, virtual_stages, num_micro_batches, stage, extra)
+    return _most(moments[:, :virtual_stages])
 
 
 def _most(found: Floats) -> Floats:

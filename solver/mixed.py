@@ -36,7 +36,7 @@ class MixedSetting:
     _tight: BlockCosts | None = None
     _times: dict[tuple[str, RecomputeName], StageTimes] = field(default_factory=dict)
     _costs: dict[int, tuple[Solution, BlockCosts]] = field(default_factory=dict)
-    _priced: dict[float, Floats] = field(default_factory=dict)
+    _priced: dict[tuple[float, float], Floats] = field(default_factory=dict)
 
     @property
     def _any(self) -> Setting:
@@ -109,6 +109,10 @@ class MixedSetting:
         """See ``Setting``."""
         return self._times_of("least", recompute, lambda s: s.least_times(recompute))
 
+    def part_times(self, recompute: RecomputeName) -> StageTimes:
+        """See ``Setting``."""
+        return self._times_of("part", recompute, lambda s: s.part_times(recompute))
+
     def joint_times(self, recompute: RecomputeName) -> StageTimes:
         """See ``Setting``; for a single stage. Only sums bound, so that they are those of the
         slowest kind of nodes.
@@ -126,7 +130,12 @@ class MixedSetting:
             backward = self.sites.most(lambda cluster: found[cluster].both - found[cluster].forward)
             forward = self.sites.most(lambda cluster: found[cluster].both - found[cluster].backward)
             self._times[name, recompute] = StageTimes(
-                both=both, forward=both - backward, backward=both - forward
+                both=both,
+                forward=both - backward,
+                backward=both - forward,
+                input=self.sites.most(lambda cluster: found[cluster].input),
+                early=self.sites.most(lambda cluster: found[cluster].early),
+                weight=self.sites.most(lambda cluster: found[cluster].weight),
             )
         return self._times[name, recompute]
 
@@ -151,11 +160,12 @@ class MixedSetting:
                     more[cluster][list(blocks)] = _seconds_at(_points(own, blocks), num_bytes)
             yield held, np.maximum(least, self.sites.most(more.__getitem__))
 
-    def priced(self, price: float) -> Floats:
+    def priced(self, price: float, waiting: float = 0.0) -> Floats:
         """See ``Setting``."""
-        if price not in self._priced:
-            self._priced[price] = self.sites.most(lambda c: self.settings[c].priced(price))
-        return self._priced[price]
+        if (price, waiting) not in self._priced:
+            found = self.sites.most(lambda c: self.settings[c].priced(price, waiting))
+            self._priced[price, waiting] = found
+        return self._priced[price, waiting]
 
     def prices(self) -> tuple[float, ...]:
         """Those on each kind of nodes."""
@@ -163,13 +173,9 @@ class MixedSetting:
         return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
     def _joined_least(self, costs: Mapping[Cluster, BlockCosts]) -> BlockCosts:
-        """Costs that no layout is below: so is what the weight part leaves of a backward."""
-        joined = join_costs(self.sites, costs)
-        inputs = self.sites.most(lambda c: costs[c].backward_s - costs[c].weight_s)
+        """Costs that no layout is below."""
         held = np.max([own.held_bytes for own in costs.values()], axis=0)
-        return replace(
-            joined, weight_s=np.maximum(0.0, joined.backward_s - inputs), held_bytes=held
-        )
+        return replace(join_costs(self.sites, costs), held_bytes=held)
 
 
 AnySetting = Setting | MixedSetting
@@ -183,6 +189,7 @@ def join_costs(sites: Sites, costs: Mapping[Cluster, BlockCosts]) -> BlockCosts:
         backward_s=sites.most(lambda cluster: costs[cluster].backward_s),
         forward_comm_s=sites.most(lambda cluster: costs[cluster].forward_comm_s),
         backward_comm_s=sites.most(lambda cluster: costs[cluster].backward_comm_s),
+        input_s=sites.most(lambda cluster: costs[cluster].input_s),
         weight_s=sites.most(lambda cluster: costs[cluster].weight_s),
         step_s=sites.most(lambda cluster: costs[cluster].step_s),
     )

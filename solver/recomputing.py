@@ -21,6 +21,7 @@ from autopar.solver.runs import Ints, Rounds, Runs, distinct_rows, on_stage, pre
 from autopar.solver.stages import ROUNDED_BYTES, Stager
 
 _BYTE = 1.0
+_NONE = 1e-9
 
 _ABOVE = 1 + 1e-9
 """Rounding takes nothing out of what fits."""
@@ -33,24 +34,31 @@ def again_s(stager: Stager, runs: Runs, *, exact: bool = True) -> Floats:
     """Seconds per micro-batch of what runs compute again so that they fit; inf where they cannot.
     Where the candidate says what is recomputed they are 0, or inf.
 
-    With ``exact=False`` no choice of blocks takes less: parameters that several blocks share count
-    only where they are first used, and of blocks that differ the last one counts in part.
+    With ``exact=False`` no choice of blocks takes less: of blocks that differ the last one counts
+    in part.
     """
-    costs, candidate = stager.costs, stager.candidate
+    candidate = stager.candidate
     if candidate.recompute != "blocks" or candidate.recomputed_blocks:
         usable = stager.sites.usable_bytes[runs.stage] + (0 if exact else ROUNDED_BYTES)
-        return np.where(stager.run_peaks(runs, shared=exact) <= usable, 0.0, np.inf)
-    need = stager.run_kept(runs) - stager.run_room(runs, shared=exact)
-    if not (need > 0).any():
-        return np.zeros(need.shape)
+        return np.where(stager.run_peaks(runs) <= usable, 0.0, np.inf)
+    room = stager.run_room(runs, exact=exact)
+    seconds = np.zeros(room.shape)
+    for kept, flying in stager.run_moments(runs):
+        if (kept > room).any():
+            found = _again_at_s(stager, runs, kept - room, flying, exact=exact)
+            seconds = np.maximum(seconds, found)
+    return seconds
+
+
+def _again_at_s(stager: Stager, runs: Runs, need: Floats, flying: Floats, *, exact: bool) -> Floats:
+    """``again_s`` at a moment when runs ``need`` so many bytes, of so many micro-batches."""
+    costs, candidate = stager.costs, stager.candidate
     saved = _saved_bytes(stager) if exact else costs.held_bytes * costs.again("full")
     # one at a time they are there again: the largest, or the smallest at least
     able = costs.held_bytes[saved > 0]
     again = runs.maxima(costs.held_bytes * (saved > 0)) if exact else min(able, default=0.0)
     left = np.where(need > 0, need + again, 0.0)
-    flying = stager.flying[runs.stage]
-    if candidate.schedule == "layered" and not candidate.per_block:
-        flying = np.where(runs.end == costs.num_blocks, 1.0, flying)
+    flying = np.maximum(flying, _NONE)  # where none are in flight, nothing is saved
     if exact and not candidate.per_block:  # the first block keeps its input in any case
         inputs = np.where(costs.again("full") > 0, costs.input_bytes, 0.0)
         left = np.maximum(left - inputs[runs.first] * flying, np.minimum(left, 2 * _BYTE))
@@ -102,7 +110,7 @@ def priced_again_s(
     if candidate.schedule == "layered":
         kept[-1] /= candidate.num_micro_batches  # the last segment keeps one micro-batch at a time
     inputs = runs.sums(kept) if candidate.per_block else 0.0
-    room = stager.run_room(runs, shared=False) / stager.flying[runs.stage] - inputs
+    room = stager.run_room(runs, exact=False) / stager.flying[runs.stage] - inputs
     found = np.zeros(room.shape)
     for price, values in priced.items():
         found = np.maximum(found, runs.sums(values - both) - price * room)
@@ -112,14 +120,15 @@ def priced_again_s(
     return found
 
 
-def least_with_again(stager: Stager, both: Floats) -> tuple[Floor, ...]:
-    """Seconds of stages, all micro-batches after the work before them, with what they compute again
-    to fit: at some prices of a byte, a block costs the less of what it keeps and of its forward
-    again, and the room of a stage is sold.
+def least_with_again(stager: Stager, both: Floats, before: Floats) -> tuple[Floor, ...]:
+    """Seconds of stages, all micro-batches after what comes before them, with what they compute
+    again to fit: at some prices of a byte, a block costs the less of what it keeps and of its
+    forward again, and the room of a stage is sold.
 
     Args:
         stager: What is recomputed has to be left open; there is nothing otherwise.
         both: Seconds of blocks, per micro-batch.
+        before: Seconds before a stage that begins with a block.
     """
     costs, candidate = stager.costs, stager.candidate
     if candidate.recompute != "blocks" or candidate.recomputed_blocks:
@@ -129,12 +138,11 @@ def least_with_again(stager: Stager, both: Floats) -> tuple[Floor, ...]:
     able = saved > 0
     rates = sorted(set(np.ravel(costs.forward_s[..., able] / saved[able]).tolist()))
     found, num = [], candidate.num_micro_batches
-    before = least_prefix(both)
     numbers = least.numbers[:, None]
     for rate in rates[:: math.ceil(len(rates) / _MOST_PRICES) or 1]:
         prices = rate / numbers  # at which blocks of this rate may be recomputed or not
         again = np.where(able, costs.forward_s + rate * least.again, np.inf)
-        blocks = both + np.minimum(rate * least.kept, again) + prices * least.parameters
+        blocks = both + np.minimum(rate * least.kept, again) + prices * least.fixed
         work = num * prefixes(blocks)
         sold = num * prices * least.room[:, None] * _ABOVE
         found.append(Floor(first=work - before, end=work - sold))
@@ -150,8 +158,11 @@ def least_cut_again_s(stager: Stager, rounds: Rounds) -> Floats:
     needed = stager.cut_peaks(rounds) - stager.sites.usable_bytes - ROUNDED_BYTES
     if candidate.recompute != "blocks":
         return np.where(needed > 0, np.inf, 0.0)
-    found = np.zeros(needed.shape)
-    for cut, stage in np.argwhere(needed > 0).tolist():
+    if not (needed > 0).any():
+        return np.zeros(needed.shape)
+    usable = stager.sites.usable_bytes + ROUNDED_BYTES
+    found = np.where((needed > 0) & (stager.least_cut_peaks(rounds) > usable), np.inf, 0.0)
+    for cut, stage in np.argwhere((needed > 0) & (found == 0)).tolist():
         first, end = rounds.each.first[cut, :, stage], rounds.each.end[cut, :, stage]
         runs = zip(first.tolist(), end.tolist(), strict=True)
         flying = in_flight(candidate, stage).max(axis=0)

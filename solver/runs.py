@@ -134,8 +134,8 @@ def all_runs(num_blocks: int, stage: int) -> Runs:
 
 
 def prefixes(values: Floats) -> Floats:
-    """For each row, the sums of all before each, then of all."""
-    return np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
+    """The sums of all before each, then of all; of several rows each by itself."""
+    return np.concatenate([np.zeros((*values.shape[:-1], 1)), np.cumsum(values, axis=-1)], axis=-1)
 
 
 @functools.lru_cache(maxsize=64)  # candidates that differ in their schedule ask for the same

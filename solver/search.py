@@ -28,25 +28,26 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autopar.ir.plan import RecomputeName
-from autopar.solver.bounds import StageBounds, StageTimes, exact_times
+from autopar.solver.bounds import StageTimes, exact_times
 from autopar.solver.candidates import Candidate, Divisible, Way
 from autopar.solver.costs.memory import Itemsizes
 from autopar.solver.cuts import best_cuts, layer_cuts
 from autopar.solver.data_axis import DataAxis
 from autopar.solver.facts import BlockCosts, Floats
 from autopar.solver.hardware import Cluster
-from autopar.solver.in_flight import in_flight, most_in_flight
+from autopar.solver.in_flight import in_flight, in_parts
 from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.problem import MemoryLimit, Solution
 from autopar.solver.mixed import AnySetting, MixedSetting
 from autopar.solver.passing import least_of, least_share
 from autopar.solver.recomputing import again_s, choose_blocks, priced_again_s
 from autopar.solver.runs import Runs
+from autopar.solver.schedule_bounds import any_order_s, scalar_bound_s, stage_bounds
 from autopar.solver.settings import Setting, make_setting
 from autopar.solver.solved import Solved, simulate_cuts
 from autopar.solver.stages import Stager
 from autopar.solver.typed_axes import TypedAxes
-from autopar.solver.virtual_cuts import least_cut_bound_s, virtual_cuts
+from autopar.solver.virtual_cuts import cut_bounds_s, least_cut_bound_s, virtual_cuts
 
 Progress = Callable[[str], None]
 
@@ -143,7 +144,7 @@ class Search:
         start = min(known, key=lambda solved: solved.step_s, default=None)
         enough = self._enough_s = cutoff_s if start is None else min(cutoff_s, start.step_s)
         heapq.heapify(queue)
-        refine = (self.scalar_bound, self.bound, self.layout_bound)
+        refine = (self.scalar_bound, self.bound, self.layout_bound, self.fitted_bound)
         fastest: Candidate | None = None
         while queue and len(result.solved) < MAX_SOLVED:
             bound, number, step = queue[0]
@@ -288,18 +289,24 @@ class Search:
         if setting.never_fits(self.cluster):
             self.too_large[degrees] = candidate.micro_batch_size
             return math.inf
-        return any_order_s(candidate, setting.roofline_times("none").both)
+        forward = setting.least.forward_s
+        return any_order_s(candidate, forward, forward + setting.least.backward_s)
 
     def scalar_bound(self, candidate: Candidate) -> float:
         """``scalar_bound_s`` at the fastest layout of each kind."""
-        setting = self.setting(candidate)
-        stager = self.stager(candidate, setting.least)
-        times = setting.least_times(candidate.recompute).plus_backward(stager.adding_s())
+        stager = self.stager(candidate, self.setting(candidate).least)
+        times = self._least_times(candidate).plus_backward(stager.adding_s())
         bound = scalar_bound_s(candidate, times)
         if candidate.virtual_stages > 1:
             cuts = self._cuts(candidate, stager)
             bound = max(bound, least_cut_bound_s(stager, times, cuts, memory=False))
         return bound
+
+    def _least_times(self, candidate: Candidate) -> StageTimes:
+        """Below every layout of the candidate."""
+        setting = self.setting(candidate)
+        times = setting.part_times if candidate.has_parts else setting.least_times
+        return times(candidate.recompute)
 
     def bound(self, candidate: Candidate) -> float:
         """No layout and no cuts of the candidate are faster; infinite when none fits."""
@@ -309,52 +316,83 @@ class Search:
         setting = self.setting(candidate)
         stager = self.stager(candidate, setting.least)
         if candidate.virtual_stages > 1:
-            times = setting.least_times(candidate.recompute).plus_backward(stager.adding_s())
+            times = self._least_times(candidate).plus_backward(stager.adding_s())
             own = least_cut_bound_s(stager, times, self._cuts(candidate, stager))
             return max(scalar_bound_s(candidate, times), own)
         again = functools.partial(again_s, stager, exact=False)
         added = stager.adding_s()
-        joint = candidate.pp == 1
-        times = (setting.joint_times if joint else setting.least_times)(candidate.recompute)
+        times = self._least_times(candidate)
+        if candidate.pp == 1:
+            times = setting.joint_times(candidate.recompute)
         if candidate.recompute == "blocks" and candidate.tp > 1:
             stager = self.stager(candidate, setting.tight())
             again = functools.partial(_least_again_s, stager, setting, times.both)
-        bounds = StageBounds(stager, times.plus_backward(added), again)
+        bounds = stage_bounds(stager, times.plus_backward(added), again)
         return bounds.best_s(enough_s=self._enough_s)
+
+    def _memory_bound(self, candidate: Candidate) -> float:
+        """The larger of two: by a frontier of what blocks keep, and by prices for what they keep
+        between the parts of backwards.
+        """
+        bound = self.frontier_bound(candidate)
+        if not candidate.has_parts or candidate.recompute != "blocks" or bound > self._enough_s:
+            return bound
+        setting, times = self.setting(candidate), self._least_times(candidate)
+        stager = self.stager(candidate, setting.tight())
+        again = functools.partial(_least_parts_again_s, stager, setting, times.both)
+        bounds = stage_bounds(stager, times.plus_backward(stager.adding_s()), again)
+        return max(bound, bounds.best_s(guess_s=bound, enough_s=self._enough_s))
 
     def frontier_bound(self, candidate: Candidate) -> float:
         """Over all trades of time for memory in the blocks that repeat: what takes least keeps
         most, and more of it is computed again.
         """
         setting = self.setting(candidate)
-        times, tight = setting.least_times(candidate.recompute), setting.tight()
+        times, tight = self._least_times(candidate), setting.tight()
         best, least = math.inf, self.scalar_bound(candidate)
         for held, both in setting.trades():
             stager = self.stager(candidate, replace(tight, held_bytes=held))
             again = functools.partial(again_s, stager, exact=False)
             longer = times.plus(np.maximum(0.0, both - times.both)).plus_backward(stager.adding_s())
-            bounds = StageBounds(stager, longer, again)
+            bounds = stage_bounds(stager, longer, again)
             enough_s = min(best, self._enough_s)
             best = min(best, bounds.best_s(guess_s=least, enough_s=enough_s))
         return best
 
     def layout_bound(self, candidate: Candidate) -> float:
-        """Of a candidate with one layout: cuts with what fits them. Of others: with the memory that
-        a layout needs for its speed.
+        """Of a candidate with one layout: with that. Of others: with the memory that a layout needs
+        for its speed.
         """
+        if self._has_one_layout(candidate):
+            return min(bound for bound, _ in self._cut_bounds(candidate))
+        if candidate.recompute == "blocks" and candidate.tp > 1:
+            return min(self._memory_bound(variant) for variant in _variants(candidate))
+        return 0.0
+
+    def fitted_bound(self, candidate: Candidate) -> float:
+        """Of a candidate with one layout: cuts with what fits them."""
         if not self._has_one_layout(candidate):
-            trades = candidate.recompute == "blocks" and candidate.tp > 1
-            if not trades:
-                return 0.0
-            return min(self.frontier_bound(variant) for variant in _variants(candidate))
-        setting = self.setting(candidate)
-        stager = self.layout_stager(candidate, setting, setting.solution(candidate.recompute))
+            return 0.0
         best = math.inf
-        for cuts in self._cuts(candidate, stager):
+        stager = self._only_stager(candidate)
+        for bound, cuts in self._cut_bounds(candidate):
+            if bound >= min(best, self._enough_s):
+                return min(best, bound)
             chosen = self._within(stager, cuts)
             if chosen is not None:
                 best = min(best, least_cut_bound_s(chosen, exact_times(chosen), [cuts]))
         return best
+
+    def _cut_bounds(self, candidate: Candidate) -> list[tuple[float, tuple[int, ...]]]:
+        """Of a candidate with one layout: its cuts, those with the lowest bound first."""
+        stager = self._only_stager(candidate)
+        all_cuts = self._cuts(candidate, stager)
+        bounds = cut_bounds_s(stager, exact_times(stager), all_cuts).tolist()
+        return sorted(zip(bounds, all_cuts, strict=True))
+
+    def _only_stager(self, candidate: Candidate) -> Stager:
+        setting = self.setting(candidate)
+        return self.layout_stager(candidate, setting, setting.solution(candidate.recompute))
 
     def _has_one_layout(self, candidate: Candidate) -> bool:
         """Whether nothing is left but to simulate some cuts: virtual stages are searched with the
@@ -376,7 +414,7 @@ class Search:
         times = exact_times(stager)
         found = self._cuts(candidate, stager, times)
         if not found:  # no cuts fit: those that are fastest
-            bounds = StageBounds(stager, times, lambda runs: np.zeros(runs.length.shape))
+            bounds = stage_bounds(stager, times, lambda runs: np.zeros(runs.length.shape))
             found = (best_cuts(bounds, bounds.reach.anywhere())[1],)
         return min(
             (simulate_cuts(candidate, setting, solution, stager, cuts) for cuts in found),
@@ -471,7 +509,7 @@ class Search:
         if candidate.virtual_stages > 1:
             return virtual_cuts(self.stager(candidate, self.setting(candidate).least))
         times = exact_times(stager) if times is None else times
-        bounds = StageBounds(stager, times)
+        bounds = stage_bounds(stager, times)
         bound, cuts = best_cuts(bounds, bounds.reach)
         return (cuts,) if math.isfinite(bound) else ()
 
@@ -530,6 +568,26 @@ def _least_again_s(stager: Stager, setting: AnySetting, both: Floats, runs: Runs
     return np.maximum(least, priced_again_s(stager, runs, priced, both))
 
 
+def _least_parts_again_s(stager: Stager, setting: Setting, both: Floats, runs: Runs) -> Floats:
+    """The same for backwards in two parts, of which stages keep different shares: with a price for
+    the bytes between the parts, too.
+    """
+    found = again_s(stager, runs, exact=False)
+    for number, stage in enumerate(runs.stage.ravel().tolist()):
+        own = Runs(
+            stage=runs.stage[number : number + 1],
+            first=runs.first[number : number + 1],
+            end=runs.end[number : number + 1],
+        )
+        still, waiting = in_parts(stager.candidate, stage)[-1].tolist()
+        priced = {
+            price: setting.priced(price, price * waiting / still) for price in setting.prices()
+        }
+        more = priced_again_s(stager, own, priced, both)
+        found[number : number + 1] = np.maximum(found[number : number + 1], more)
+    return found
+
+
 def _near_cuts(solved: Solved) -> list[tuple[int, ...]]:
     """Cuts of which one is a block off, those of the busiest stage first."""
     cuts, busy = solved.cuts, solved.simulation.busy_s
@@ -551,31 +609,6 @@ def _variants(candidate: Candidate) -> tuple[Candidate, ...]:
         return (candidate,)
     without = replace(candidate, recompute="none")
     return (candidate,) if without.per_block == candidate.per_block else (candidate, without)
-
-
-def any_order_s(candidate: Candidate, both: Floats) -> float:
-    """No cuts and no schedule are faster: work spread evenly over the stages, and each block after
-    those before it.
-    """
-    num, least = candidate.num_micro_batches, least_of(both)
-    before = np.concatenate([[0.0], np.cumsum(least)[:-1]])
-    return max(num * least_share(both, candidate.pp), float((before + num * least).max()))
-
-
-def scalar_bound_s(candidate: Candidate, times: StageTimes) -> float:
-    """No cuts are faster: work spread evenly over the stages, and each block on its stage.
-
-    A block of t = f + g seconds, of whose micro-batches at most w + 1 are in flight, takes M·t
-    after the blocks before it, and their backwards follow. Its first backward waits for all blocks
-    behind, while w more forwards may run: Σ t + (M − 1)·t − w·f.
-    """
-    both, num, least = times.both, candidate.num_micro_batches, least_of(times.both)
-    before = np.concatenate([[0.0], np.cumsum(least)[:-1]])
-    ahead = most_in_flight(candidate) - 1
-    own = (num - 1) * both + (both - least) - ahead * times.forward
-    waiting = float(least.sum()) + least_of(own)
-    arrived = float(np.maximum(before + num * least, waiting).max())
-    return max(num * least_share(both, candidate.pp), arrived)
 
 
 def _layout_degrees(candidate: Candidate) -> tuple[int, int, int]:

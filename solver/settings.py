@@ -70,12 +70,13 @@ class Setting:
     )
     _solver: ProblemSolver | None = field(default=None, repr=False)
     _times: dict[RecomputeName, StageTimes] = field(default_factory=dict)
-    _least_of: dict[tuple[int, float, float, float], float] = field(default_factory=dict)
+    _part_times: dict[RecomputeName, StageTimes] = field(default_factory=dict)
+    _least_of: dict[tuple[float, ...], float] = field(default_factory=dict)
     _priced_solutions: dict[float, Solution] = field(default_factory=dict)
     _costs: dict[int, tuple[Solution, BlockCosts]] = field(default_factory=dict, repr=False)
     _tight: BlockCosts | None = field(default=None, repr=False)
     _kind_frontiers: tuple[tuple[list[int], tuple[FrontierPoint, ...]], ...] | None = None
-    _priced: dict[float, Floats] = field(default_factory=dict)
+    _priced: dict[tuple[float, float], Floats] = field(default_factory=dict)
     _fastest: KindCost | None = None
 
     def solution(self, recompute: RecomputeName, limits: Sequence[MemoryLimit] = ()) -> Solution:
@@ -141,8 +142,16 @@ class Setting:
     def roofline_times(self, recompute: RecomputeName) -> StageTimes:
         """Every op at its fastest, without any move: cheap, and below every layout."""
         forward, backward = self.least.forward_s, self.least.backward_s
-        backward = backward + forward * self.least.again(recompute)
-        return StageTimes(both=forward + backward, forward=forward, backward=backward)
+        again = forward * self.least.again(recompute)
+        inputs, backward = self.least.input_s + again, backward + again
+        return StageTimes(
+            both=forward + backward,
+            forward=forward,
+            backward=backward,
+            input=inputs,
+            early=forward + inputs,
+            weight=self.least.weight_s,
+        )
 
     def least_times(self, recompute: RecomputeName) -> StageTimes:
         """Below every layout; tight where a kind alone is no faster than in the whole model."""
@@ -158,10 +167,27 @@ class Setting:
                     both[own] = np.maximum(both[own], self._least(kind, 1 + repeated, 1.0))
                     forward[own] = np.maximum(forward[own], self._least(kind, 1.0, 0.0))
                     backward[own] = np.maximum(backward[own], self._least(kind, repeated, 1.0))
-            self._times[recompute] = StageTimes(
-                both=both, forward=both - backward, backward=both - forward
+            self._times[recompute] = replace(
+                roofline, both=both, forward=both - backward, backward=both - forward
             )
         return self._times[recompute]
+
+    def part_times(self, recompute: RecomputeName) -> StageTimes:
+        """``least_times``, tight for the parts of backwards in two."""
+        if recompute not in self._part_times:
+            least = self.least_times(recompute)
+            inputs, early = least.input.copy(), least.early.copy()
+            again = self.facts.repeated_blocks(recompute)
+            for kind in range(len(self.problem.kinds) if self.tp > 1 else 0):
+                blocks = np.array(self._blocks_of(kind))
+                for repeated in sorted(set(again[blocks].tolist())):
+                    own = blocks[again[blocks] == repeated]
+                    found = self._least(kind, repeated, 0.0, inputs=1.0)
+                    inputs[own] = np.maximum(inputs[own], found)
+                    found = self._least(kind, 1 + repeated, 0.0, inputs=1.0)
+                    early[own] = np.maximum(early[own], found)
+            self._part_times[recompute] = replace(least, input=inputs, early=early)
+        return self._part_times[recompute]
 
     def joint_times(self, recompute: RecomputeName) -> StageTimes:
         """``least_times``, with a sum that no layout of the whole model is below.
@@ -174,9 +200,7 @@ class Setting:
             return least
         joint = self.solution(recompute).bound - TIE_BREAK_S_PER_BYTE * self._most_bytes()
         more = least.both * max(0.0, joint / float(least.both.sum()) - 1)
-        return StageTimes(
-            both=least.both + more, forward=least.forward + more, backward=least.backward + more
-        )
+        return least.plus(more)
 
     def _most_bytes(self) -> float:
         """No layout has more bytes that break ties."""
@@ -240,23 +264,25 @@ class Setting:
         """The blocks of ``main_kind``."""
         return self._blocks_of(self.main_kind)
 
-    def priced(self, price: float) -> Floats:
+    def priced(self, price: float, waiting: float = 0.0) -> Floats:
         """Of each block what no layout is below: a forward and a backward, with either another
-        forward or a ``price`` in seconds for each byte that it keeps.
+        forward or a ``price`` in seconds for each byte that it keeps; and with so many for each
+        byte ``waiting`` between the parts of a backward.
 
         The last block is not computed again, and pays nothing.
         """
-        if price not in self._priced:
-            roofline = self.least_times("none").both
-            kept = roofline + price * self.tight().held_bytes
-            again = roofline + self.tight().forward_s
+        if (price, waiting) not in self._priced:
+            roofline, tight = self.least_times("none").both, self.tight()
+            again = roofline + tight.forward_s + waiting * tight.waiting_bytes
+            kept = roofline + price * tight.held_bytes + waiting * tight.waiting_bytes
             for kind in range(len(self.problem.kinds)):
-                blocks = self._blocks_of(kind)
-                kept[blocks] = np.maximum(kept[blocks], self._least(kind, 1.0, 1.0, price))
-                again[blocks] = np.maximum(again[blocks], self._least(kind, 2.0, 1.0))
+                own = self._blocks_of(kind)
+                found = self._least(kind, 1.0, 1.0, price, waiting=waiting)
+                kept[own] = np.maximum(kept[own], found)
+                again[own] = np.maximum(again[own], self._least(kind, 2.0, 1.0, waiting=waiting))
             able = self.facts.repeated_blocks("full") > 0
-            self._priced[price] = np.where(able, np.minimum(kept, again), roofline)
-        return self._priced[price]
+            self._priced[price, waiting] = np.where(able, np.minimum(kept, again), roofline)
+        return self._priced[price, waiting]
 
     def prices(self) -> tuple[float, ...]:
         """Prices of a kept byte at which a kind is computed again: of what repeats most, as it is
@@ -267,11 +293,21 @@ class Setting:
         kept = dict.fromkeys((float(fastest.held_bytes), least))
         return tuple(fastest.forward_s / held for held in kept if held > 0)
 
-    def _least(self, kind: int, forward: float, backward: float, held: float = 0.0) -> float:
-        """Seconds of so many forwards and backwards of a block of a kind, and of its kept bytes at
-        ``held`` seconds each, whatever others do.
+    def _least(
+        self,
+        kind: int,
+        forward: float,
+        backward: float,
+        held: float = 0.0,
+        *,
+        inputs: float = 0.0,
+        waiting: float = 0.0,
+    ) -> float:
+        """Seconds of so many forwards, backwards and input parts of a block of a kind, and of its
+        kept bytes at ``held`` seconds each, those between the parts at ``waiting``, whatever others
+        do.
         """
-        key = (kind, forward, backward, held)
+        key = (kind, forward, backward, held, inputs, waiting)
         if key not in self._least_of:
             num = len(self.problem.kinds)
             weights = Weights(
@@ -280,6 +316,8 @@ class Setting:
                 step=0.0,
                 held=(held,) * num,
                 parameters=(0.0,) * len(self.problem.classes),
+                input=(inputs,) * num,
+                waiting=(waiting,) * num,
             )
             self._least_of[key] = self.solver().least(weights, [kind])
         return self._least_of[key]

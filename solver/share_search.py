@@ -21,11 +21,10 @@ from autopar.solver.recomputing import choose_blocks
 from autopar.solver.search import Search
 from autopar.solver.solved import Solved, solved_together
 from autopar.solver.stages import Stager
-from autopar.solver.zero_bubble import PartSearch
 
 
-class ShareSearch(PartSearch):
-    """``PartSearch`` that knows candidates with unequal shares, too."""
+class ShareSearch(Search):
+    """``Search`` that knows candidates with unequal shares, too."""
 
     def rough_bound(self, candidate: Candidate) -> float:
         if not candidate.shares:

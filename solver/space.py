@@ -241,8 +241,8 @@ def _schedules(
         names: tuple[ScheduleName, ...] = ("1f1b", "layered")
         if number > 1:
             names = ("interleaved", "layered")
-        if pinned == "zero_bubble":  # not searched otherwise
-            names = ("zero_bubble",) if pp > 1 else ()
+        if pp > 1:
+            names = (*names, "zero_bubble")
         if pin.get("extra_in_flight"):
             names = tuple(name for name in names if name in DEEPENED)
         for name in names:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -306,50 +306,49 @@ class Stager:
         """Whether every stage has room for what it holds at its fullest."""
         return self.most_missing(cuts) <= 0
 
-    def run_peaks(self, runs: Runs, *, shared: bool = True) -> Floats:
-        """Peak bytes of runs, without virtual stages; without ``shared``, parameters that several
-        blocks share count only where they are first used.
-        """
-        rebuilt = runs.maxima(self.rebuilt_bytes())
-        return self._account(runs, shared=shared).peak(self.run_kept(runs) + rebuilt)
+    def run_peaks(self, runs: Runs) -> Floats:
+        """Peak bytes of runs, without virtual stages."""
+        return self._account(runs).peak(self.run_kept(runs) + runs.maxima(self.rebuilt_bytes()))
 
     def run_kept(self, runs: Runs) -> Floats:
-        """Bytes that runs keep of all micro-batches in flight."""
+        """The most bytes that runs keep of all micro-batches in flight."""
+        return functools.reduce(np.maximum, (kept for kept, _ in self.run_moments(runs)))
+
+    def run_moments(self, runs: Runs) -> list[tuple[Floats, Floats]]:
+        """The fullest moments of runs: bytes that they keep then, and micro-batches in flight."""
         candidate = self.candidate
         flying = self.flying[runs.stage]
         first_kept, inside = self._kept
-        kept = (runs.sums(inside) + (first_kept - inside)[runs.first]) * flying
+        kept = runs.sums(inside) + (first_kept - inside)[runs.first]
+        if candidate.has_parts:
+            waiting = runs.sums(self.costs.waiting_bytes)
+            return [
+                (still[runs.stage] * kept + num[runs.stage] * waiting, still[runs.stage])
+                for still, num in self.moments_in_parts
+            ]
         if candidate.schedule == "layered" and not candidate.per_block:
             # the last segment has one micro-batch at a time
-            kept = np.where(runs.end == self.costs.num_blocks, kept / flying, kept)
-        if self._in_parts is not None:
-            once, waiting = kept / flying, runs.sums(self.costs.waiting_bytes)
-            for still, num_waiting in self._in_parts:
-                kept = np.maximum(
-                    kept, still[runs.stage] * once + num_waiting[runs.stage] * waiting
-                )
-        return kept
+            flying = np.where(runs.end == self.costs.num_blocks, 1.0, flying)
+        return [(kept * flying, flying)]
 
     @functools.cached_property
-    def _in_parts(self) -> list[tuple[Floats, Floats]] | None:
-        """The fullest moments of backwards in two parts (``in_parts``), each for all stages; None
-        where backwards are whole.
+    def moments_in_parts(self) -> list[tuple[Floats, Floats]]:
+        """The fullest moments of backwards in two parts (``in_parts``), each for all stages; in the
+        last one most are in flight.
         """
-        if self.candidate.schedule != "zero_bubble":
-            return None
         found = [in_parts(self.candidate, stage) for stage in range(self.candidate.pp)]
         most = max(map(len, found))
         padded = np.array(
-            [np.concatenate([rows, rows[:1].repeat(most - len(rows), axis=0)]) for rows in found]
+            [np.concatenate([rows[:1].repeat(most - len(rows), axis=0), rows]) for rows in found]
         )
         return [(padded[:, n, 0], padded[:, n, 1]) for n in range(most)]
 
-    def run_room(self, runs: Runs, *, shared: bool = True) -> Floats:
+    def run_room(self, runs: Runs, *, exact: bool = True) -> Floats:
         """Bytes that runs may keep, with those of the block that is recomputed; negative where
-        nothing fits. For ``shared`` see ``run_peaks``; without it, no run that fits keeps more.
+        nothing fits. Without ``exact``, no run that fits keeps more.
         """
-        usable = self.sites.usable_bytes + (0 if shared else ROUNDED_BYTES)
-        return self._account(runs, shared=shared).most_kept(usable[runs.stage])
+        usable = self.sites.usable_bytes + (0 if exact else ROUNDED_BYTES)
+        return self._account(runs).most_kept(usable[runs.stage])
 
     @functools.cached_property
     def flying(self) -> Floats:
@@ -396,8 +395,12 @@ class Stager:
             numbers[-1] = 1  # the last segment has one micro-batch at a time
         lost = 1 + self._lost_shares
         room = self.sites.usable_bytes + ROUNDED_BYTES - self._context_bytes
+        fixed = np.tile(parameters, (candidate.pp, 1))
+        if candidate.has_parts:
+            _, waiting = self.moments_in_parts[-1]
+            fixed = fixed + (waiting * lost)[:, None] * costs.waiting_bytes
         return LeastBytes(
-            parameters=parameters,
+            fixed=fixed,
             kept=kept,
             again=again,
             numbers=numbers * lost,
@@ -405,9 +408,23 @@ class Stager:
         )
 
     def cut_peaks(self, rounds: Rounds) -> Floats:
-        """Peak bytes of stages with virtual stages, parameters that several blocks share only
-        where they are first used: no less than ``stage_bytes`` but for what that rounds down.
+        """Peak bytes of stages with virtual stages: ``stage_bytes`` but for what that rounds
+        down.
         """
+        kept = self._cut_kept(rounds) + rounds.maxima(self.rebuilt_bytes())
+        return self._account(rounds).peak(kept)
+
+    def least_cut_peaks(self, rounds: Rounds) -> Floats:
+        """The same of a candidate that leaves open what is computed again, if that is all that can
+        be; of that the smallest is there at a time.
+        """
+        again = replace(self.candidate, recompute="full")
+        able = self.costs.held_bytes[self.costs.again("full") > 0]
+        kept = replace(self, candidate=again)._cut_kept(rounds) + min(able, default=0.0)
+        return self._account(rounds).peak(kept)
+
+    def _cut_kept(self, rounds: Rounds) -> Floats:
+        """Bytes that stages keep of all micro-batches in flight."""
         candidate, runs = self.candidate, rounds.each
         first_kept, inside = self._kept
         held = runs.sums(inside) + (first_kept - inside)[runs.first]
@@ -422,23 +439,21 @@ class Stager:
             (held[..., stage] @ flying(candidate, stage).T).max(axis=-1)
             for stage in range(candidate.pp)
         ]
-        kept = np.stack(moments, axis=-1)
-        rebuilt = rounds.maxima(self.rebuilt_bytes())
-        return self._account(rounds, shared=False).peak(kept + rebuilt)
+        return np.stack(moments, axis=-1)
 
-    def _account(self, runs: Runs | Rounds, *, shared: bool) -> Account:
+    def _account(self, runs: Runs | Rounds) -> Account:
         """All bytes of runs but what they keep, and what is recomputed: it is ``rank_bytes`` on
         arrays, and held to it by a test.
         """
         costs, candidate, sizes = self.costs, self.candidate, self.sizes
         zero = candidate.zero_stage
-        numel_of_blocks = costs.shared_numel if shared else costs.numel
-        experts = runs.sums(costs.shared_expert_numel if shared else costs.expert_numel)
-        numel = runs.sums(numel_of_blocks)
+        numel, experts = self._run_numel(runs)
         fixed, floor = self._parameter_bytes(numel, experts)
-        largest, doubled = runs.maxima(numel_of_blocks), np.minimum(2, runs.length)
+        largest, doubled = runs.maxima(costs.shared_numel), np.minimum(2, runs.length)
         if not candidate.per_block:
-            largest = numel if isinstance(runs, Runs) else runs.largest_sums(numel_of_blocks)
+            largest = numel
+            if isinstance(runs, Rounds):
+                largest = self._run_numel(runs.each)[0].max(axis=-2)
             doubled = np.full(numel.shape, min(2, candidate.virtual_stages))
         buffers, gathered = largest * sizes.compute, np.zeros(numel.shape)
         if zero >= 2 and candidate.num_shards > 1:
@@ -455,6 +470,15 @@ class Stager:
             floor=floor,
             fragmentation=self._lost_shares[runs.stage],
         )
+
+    def _run_numel(self, runs: Runs | Rounds) -> tuple[Floats, Floats]:
+        """``_numel`` of runs."""
+        costs = self.costs
+        numel, experts = runs.sums(costs.shared_numel), runs.sums(costs.shared_expert_numel)
+        for users, own, own_experts in costs.shared:
+            more = np.maximum(0.0, runs.sums(users) - 1)
+            numel, experts = numel - more * own, experts - more * own_experts
+        return numel, experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -492,13 +516,14 @@ class LeastBytes:
     """Bytes of stages, at the least.
 
     Attributes:
-        parameters: Of each block, with gradients and optimizer state.
+        fixed: Of each stage (a row) and block: parameters, gradients and optimizer state, and what
+            is kept between the parts of backwards.
         kept, again: What a micro-batch keeps of each block, and of one that is recomputed.
         numbers: Of micro-batches that each stage keeps it of, with what the allocator loses.
         room: Of each stage for all of it.
     """
 
-    parameters: Floats
+    fixed: Floats
     kept: Floats
     again: Floats
     numbers: Floats
@@ -506,7 +531,7 @@ class LeastBytes:
 
     def floor(self) -> Floor:
         """Of all, whatever is recomputed; at most 0 where it fits."""
-        num_bytes = prefixes(self.parameters + self.numbers[:, None] * self.again)
+        num_bytes = prefixes(self.fixed + self.numbers[:, None] * self.again)
         return Floor(first=num_bytes, end=num_bytes - self.room[:, None] * _ABOVE)
 
 

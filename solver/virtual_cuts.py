@@ -15,7 +15,7 @@ import numpy as np
 from autopar.solver.bounds import StageTimes
 from autopar.solver.facts import Floats
 from autopar.solver.recomputing import least_cut_again_s
-from autopar.solver.runs import Ints, rounds_of
+from autopar.solver.runs import Ints, Runs, rounds_of
 from autopar.solver.stages import Stager
 
 _NEAR = 4
@@ -91,7 +91,8 @@ def cut_bounds_s(
     Every stage waits for the first micro-batch to pass the virtual stages before its first one, and
     to come back through them, and has its work in between. Its gathers and reductions between the
     first forward and the last backward run beside its work, which they slow down, or make it wait
-    once more; by themselves they take as long as they take.
+    once more; by themselves they take as long as they take. For backwards in two parts see
+    ``_parts_s``.
     """
     candidate, pp = stager.candidate, stager.candidate.pp
     rounds = rounds_of(cuts, pp)
@@ -109,12 +110,44 @@ def cut_bounds_s(
     )
     both, backward = rounds.each.sums(times.both), rounds.each.sums(times.backward)
     hops = [[2 * stager.border_s(cut[s + 1], s) for s in range(pp - 1)] for cut in cuts]
-    work = candidate.num_micro_batches * (both.sum(axis=1) + again)
+    work = candidate.num_micro_batches * (both.sum(axis=1) + again) + beside
     once = rounds.sums(stager.once_s()) + stager.sites.step_s
-    before, returned = _passed_s(both[:, 0], hops), _passed_s(backward[:, 0], hops)
-    busy = before + work + beside + np.maximum(0.0, once - returned)
+    if candidate.has_parts:
+        first = Runs(stage=rounds.stage, first=rounds.each.first[:, 0], end=rounds.each.end[:, 0])
+        busy = _parts_s(stager, times, first, hops, work=work, once=once)
+    else:
+        before, returned = _passed_s(both[:, 0], hops), _passed_s(backward[:, 0], hops)
+        busy = before + work + np.maximum(0.0, once - returned)
     found: Floats = np.maximum(busy, stream + once).max(axis=1)
     return found
+
+
+def _parts_s(
+    stager: Stager,
+    times: StageTimes,
+    first: Runs,
+    hops: Sequence[Sequence[float]],
+    *,
+    work: Floats,
+    once: Floats,
+) -> Floats:
+    """(A) and (Q) of ``zero_bubble``, of stages with ``work`` in all and ``once`` after it: of the
+    virtual stages before theirs only those of the first round come before it, and their input parts
+    after it.
+    """
+    num, pp = stager.candidate.num_micro_batches, stager.candidate.pp
+    forward = first.sums(np.maximum(0.0, times.both - times.backward))
+    one_way = _passed_s(np.zeros(forward.shape), hops) / 2
+    ended = _passed_s(forward, hops) - one_way + work + once
+    if num < pp:  # then weight parts of other rounds are left at the end, too
+        return ended
+    left, reduce = 1 + first.stage, first.sums(stager.reduce_s())[:, :1]
+    end = np.maximum(first.sums(times.weight)[:, :1], reduce) + once[:, :1]
+    back = _passed_s(first.sums(times.input), hops) - one_way + end
+    waits = left * np.maximum(0.0, first.sums(times.both) - first.sums(times.early))
+    slowed = stager.sites.slowdown * back  # by what comes after the last part
+    returned = _passed_s(first.sums(times.early), hops) + work - waits - slowed + end
+    return np.maximum(ended, returned)
 
 
 def _passed_s(seconds: Floats, hops: Sequence[Sequence[float]]) -> Floats:

@@ -1,191 +1,276 @@
-"""The search over candidates whose backwards are in two parts, and what no step of theirs is below.
+"""Lower bounds on a step's seconds of backwards in two parts, as ``bounds`` has of whole ones.
 
-With f, i and w seconds of a forward, an input part and a weight part (t = f + i + w) of a stage,
-n its micro-batches in flight before the first input part, and M in all:
+With f, i and w seconds of a forward, an input part and a weight part of a stage (t = f + i + w,
+e = f + i), n its micro-batches in flight before the first input part, M in all, and
+l = min(M, s + 1) weight parts that are left on stage s (from 0) when its last input part is done:
 
 (A) Σ_{s' < s} f + messages down to s + M · t_s
     the first forward has to arrive; nobody waits for weight parts, so that nothing has to follow
-(B) Σ f + Σ_{s' > s} i + messages down, and from the end to s + M · t_s − n · f_s
+(B) Σ_{s' ≤ s} f + Σ_{s' > s} e + messages to the end and back to s + M · t_s − n · f_s
     the first input part waits for all stages behind, while only n forwards may run
-(E) Σ_{s' < s} (f + i) + messages down to s and back + M · t_s − (s + 1) · w_s
-    when the last input part comes, s + 1 weight parts of the stage are left, its own among them (s
-    counts from 0); then the input parts of the stages before follow
-(C) the reduction of the stage's first block (of all, as one segment) after its last weight part,
-    then the optimizer
+(C) the reductions of the stage after its last weight part, then the optimizer
 (D) the communication stream: all gathers and reductions one after the other
+(E) what is hidden slows compute down; a first forward by the gathers of the blocks behind it. In
+    ZeRO 3 the third block of a forward waits for its gather, which waits for the reductions of the
+    first two after the weight part before: of these two blocks it may count in place of compute
+
+The last input part goes on through the stages before, and then comes the end of the first stage,
+its last weight part and its reductions. That is added to
+
+(P) Σ e + messages down and up + (M − 1) · i_s + (M − n) · f_s + (M − l) · w_s
+    (B) up to the last input part
+(Q) Σ_{s' < s} e + messages to s and back + M · t_s − l · w_s
+    (A) up to the last input part
+(R) Σ e + Σ_{s' > s} e + messages down and up, and from s to the end and back
+    + (M − n) · e_s + (M − n − s) · w_s, M > n
+    (P) up to the last forward, which has to reach the end and come back
+(F) Σ_{s' < s} e + ⌈M / n⌉ · Σ_{s' ≥ s} e + messages
+    forward n + 1 waits for input part 1, and so on
+
+Sums of parts are bounded by those of what no layout is below: t, f, g = i + w, e and i.
 """
 
 from __future__ import annotations
 
 import functools
-import math
+from dataclasses import replace
 
 import numpy as np
 
-from autopar.solver.bounds import AgainSeconds, StageBounds, StageTimes, exact_times
+from autopar.solver.bounds import AgainSeconds, StageBounds, StageTimes, stage_rows
 from autopar.solver.candidates import Candidate
-from autopar.solver.cuts import best_cuts
 from autopar.solver.facts import Floats
-from autopar.solver.passing import least_prefix
+from autopar.solver.in_flight import most_in_flight
+from autopar.solver.passing import least_of, least_prefix, least_share
 from autopar.solver.reach import Floor, Reach
-from autopar.solver.recomputing import again_s
-from autopar.solver.runs import Runs
-from autopar.solver.search import Search
+from autopar.solver.recomputing import least_with_again
+from autopar.solver.runs import Runs, on_stage, prefixes
 from autopar.solver.stages import Stager
 from autopar.solver.windows import Windows
 
 
-class PartSearch(Search):
-    """``Search`` that knows bounds of backwards in two parts, for candidates that have them."""
-
-    def rough_bound(self, candidate: Candidate) -> float:
-        bound = super().rough_bound(candidate)
-        if not has_parts(candidate) or math.isinf(bound):
-            return bound
-        least = self.setting(candidate).least
-        return any_parts_s(candidate, least.forward_s, least.forward_s + least.backward_s)
-
-    def scalar_bound(self, candidate: Candidate) -> float:
-        if not has_parts(candidate):
-            return super().scalar_bound(candidate)
-        setting = self.setting(candidate)
-        adding = self.stager(candidate, setting.least).adding_s()
-        times = setting.least_times(candidate.recompute).plus_backward(adding)
-        return any_parts_s(candidate, setting.tight().forward_s, times.both)
-
-    def _bound(self, candidate: Candidate) -> float:
-        if not has_parts(candidate):
-            return super()._bound(candidate)
-        if candidate.virtual_stages > 1:
-            return self.scalar_bound(candidate)
-        setting = self.setting(candidate)
-        stager = self.stager(candidate, setting.tight())
-        times = setting.least_times(candidate.recompute).plus_backward(stager.adding_s())
-        again = functools.partial(again_s, stager, exact=False)
-        bounds = PartBounds(stager, times, again)
-        return best_cuts(bounds, bounds.reach)[0]
-
-    def layout_bound(self, candidate: Candidate) -> float:
-        if not has_parts(candidate):
-            return super().layout_bound(candidate)
-        if candidate.virtual_stages == 1:
-            return 0.0
-        setting = self.setting(candidate)
-        stager = self.layout_stager(candidate, setting, setting.solution(candidate.recompute))
-        chosen = [(self._within(stager, cuts), cuts) for cuts in self._cuts(candidate, stager)]
-        return min((_cut_s(fits, cuts) for fits, cuts in chosen if fits), default=math.inf)
-
-    def _cuts(
-        self, candidate: Candidate, stager: Stager, times: StageTimes | None = None
-    ) -> tuple[tuple[int, ...], ...]:
-        """Those that are best by the bounds of either kind: neither follows a step closely."""
-        others = super()._cuts(candidate, stager, times)
-        if not has_parts(candidate) or candidate.cuts == "even" or candidate.virtual_stages > 1:
-            return others
-        bounds = PartBounds(stager, exact_times(stager) if times is None else times)
-        bound, cuts = best_cuts(bounds, bounds.reach)
-        own = (cuts,) if math.isfinite(bound) else ()
-        return tuple(dict.fromkeys((*own, *others)))
-
-
-def has_parts(candidate: Candidate) -> bool:
-    """Whether its backwards are in two parts."""
-    return candidate.schedule == "zero_bubble"
-
-
-def any_parts_s(candidate: Candidate, forward: Floats, both: Floats) -> float:
-    """No cuts are faster: work spread evenly over the stages, and each block after the forwards of
-    those before it.
-
-    Args:
-        candidate: In two parts.
-        forward, both: Of each block, which no layout is below.
+def parts_scalar_s(candidate: Candidate, times: StageTimes) -> float:
+    """No cuts are faster: work spread evenly over the stages, each block after the forwards of
+    those before it, and (P).
     """
-    num = candidate.num_micro_batches
-    before = np.concatenate([[0.0], np.cumsum(forward)[:-1]])
-    return max(num * float(both.sum()) / candidate.pp, float((before + num * both).max()))
-
-
-def _cut_s(stager: Stager, cuts: tuple[int, ...]) -> float:
-    """(A) of a layout with virtual stages, of which the first ones are waited for."""
-    candidate, times = stager.candidate, exact_times(stager)
-    starts = np.array(cuts[:-1])
-    forward, both = (
-        np.add.reduceat(values, starts).reshape(-1, candidate.pp)
-        for values in (stager.costs.forward_s, times.both)
-    )
-    before = np.concatenate([[0.0], np.cumsum(forward[0])[:-1]])
-    return float((before + candidate.num_micro_batches * both.sum(axis=0)).max())
+    num, both = candidate.num_micro_batches, least_of(times.both)
+    before = least_prefix(np.maximum(0.0, times.both - times.backward))[:-1]
+    arriving = float((before + num * both).max())
+    bound = max(num * least_share(times.both, candidate.pp), arriving)
+    if candidate.virtual_stages > 1:
+        return bound
+    most = min(num, max(most_in_flight(candidate), candidate.pp))
+    waiting = (num - most) * both + (most - 1) * least_of(times.input)
+    waiting_s = max(float(waiting.sum()) / candidate.pp, float(waiting.max()))
+    return max(bound, float(least_of(times.early).sum()) + waiting_s)
 
 
 class PartBounds(StageBounds):
-    """The bounds of stages of a candidate in two parts; for the arguments see ``StageBounds``."""
+    """The bounds of stages of a candidate in two parts; for the arguments see ``StageBounds``.
+
+    Where stages are on nodes of different kinds, what is on others counts as on the fastest.
+    """
 
     def __init__(
         self, stager: Stager, times: StageTimes, again: AgainSeconds | None = None
     ) -> None:
         super().__init__(stager, times, again)
-        costs = stager.costs
-        self.forward = np.minimum(costs.forward_s, times.both)
-        self.input = np.maximum(0.0, costs.backward_s - costs.weight_s)
+        candidate, self.num = stager.candidate, stager.candidate.num_micro_batches
+        self.left = np.minimum(self.num, 1 + np.arange(candidate.pp))
+        self.way = (self.messages[0] - self.messages) / 2  # messages down to a stage
+        self.forward = np.maximum(0.0, times.both - times.backward)
+        self.whole = np.maximum(0.0, times.both - times.forward)
+        self.num_blocks = times.both.shape[-1]
+
+    @functools.cached_property
+    def slower(self) -> Floats:
+        """(E): by how much its gather slows the first forward of the block before each, if that is
+        neither the first of its stage, nor on another.
+        """
+        gather, slowdown = self.stager.gather_s(), self.stager.sites.slowdown
+        found = np.zeros(np.broadcast_shapes(gather.shape, self.forward.shape))
+        if self.stager.candidate.per_block:
+            found[..., 1:] = np.minimum(gather[..., 1:], self.forward[..., :-1])
+        return found * (slowdown[:, None] if found.ndim == 2 else slowdown[0])
 
     @property
     def reach(self) -> Reach:
         stager, stages = self.stager, self.stager.candidate.pp
-        before = least_prefix(self.times.both)
-        work = np.tile(stager.candidate.num_micro_batches * before, (stages, 1))
-        first = work - np.concatenate([[0.0], np.cumsum(self.forward)])
+        work = self.num * prefixes(stage_rows(self.times.both, stages))
+        flying, left = stager.flying[:, None], self.left[:, None]
+        waiting = self._returning(self.times, self.whole, flying, left)
+        waiting = prefixes(stage_rows(waiting, stages))
+        before = least_prefix(self.forward)
+        all_s = float(least_of(self.times.early).sum() + self.messages[0])
         return Reach(
-            seconds=(Floor(first=first, end=work),),  # (A)
-            priced=(),
+            seconds=(
+                Floor(first=work - before, end=work),  # (A)
+                Floor(first=waiting, end=waiting + all_s),  # (P)
+            ),
+            priced=least_with_again(stager, self.times.both, before),
             memory=(stager.least_run_bytes().floor(),),
         )
 
+    def _returning(self, times: StageTimes, whole: Floats, flying: Floats, left: Floats) -> Floats:
+        """(M − 1) · i + (M − n) · f + (M − l) · w."""
+        found = (self.num - np.maximum(flying, left)) * times.both
+        found = found + np.maximum(0.0, flying - left) * whole
+        found = found + np.maximum(0.0, left - flying) * times.early
+        return found + (np.minimum(flying, left) - 1) * times.input
+
     def __call__(self, windows: Windows) -> Floats:
         """Of every stage in the windows: with it no step is faster; inf where it does not fit."""
-        runs, stager = windows.runs, self.stager
-        num, stage = stager.candidate.num_micro_batches, runs.stage
+        runs, num, stage = windows.runs, self.num, windows.runs.stage
         needed = self.again(runs)
         again = np.where(np.isfinite(needed), needed, 0.0)
-        down = self.messages[0] / 2
-        before = np.concatenate([[0.0], np.cumsum(self.forward)])
-        behind = np.append(np.cumsum(self.input[::-1])[::-1], 0.0)
-        arrived = before[runs.first] + down - self.messages[stage] / 2
-        work = num * (runs.sums(self.times.both) + again)
-        bound = np.maximum(arrived, self._first_gather_s(runs)) + work  # (A)
-        returned = before[-1] + behind[runs.end] + down + self.messages[stage] / 2
-        backward = self.times.both - self.times.forward
-        flying = stager.flying[stage]
-        after = (num - flying) * runs.sums(self.times.both) + flying * runs.sums(backward)
-        bound = np.maximum(bound, returned + after + num * again)  # (B)
-        left = np.minimum(num, 1 + stage)  # weight parts after the last input part
-        early = np.minimum(self.times.both, self.forward + self.input)
-        leaves = np.concatenate([[0.0], np.cumsum(early)])[runs.first] + 2 * down
-        leaves = leaves - self.messages[stage] + num * again
-        leaves = leaves + (num - left) * runs.sums(self.times.both)
-        last = leaves + left * runs.sums(early)  # (E)
-        once = runs.sums(stager.once_s()) + stager.sites.step_s[stage]
-        bound = np.maximum(bound + self._last_reduction_s(runs), self._stream_s(runs)) + once
-        bound = np.maximum(bound, last)
+        others = windows.least_sum(needed) if again.any() else 0.0
+        flying, left = self.stager.flying[stage], self.left[stage]
+        sums = StageTimes(
+            both=runs.sums(self.times.both),
+            forward=runs.sums(self.times.forward),
+            backward=runs.sums(self.times.backward),
+            input=runs.sums(self.times.input),
+            early=runs.sums(self.times.early),
+            weight=runs.sums(self.times.weight),
+        )
+        whole, traffic = runs.sums(self.whole), _Traffic(self, runs)
+        first, end = self._first_gather_s(windows), self._end_s(windows)
+        first_s = first + self._slower_s()
+        early = least_prefix(self.times.early)
+        early_before, early_after = early[runs.first], early[-1] - early[runs.end]
+        down, loop = self.way[stage], early_after + self.messages[stage]
+        # what follows the last input part of the stage
+        queued = np.maximum(0, num - flying - stage) * traffic.queued
+        back = least_prefix(self.times.input)[runs.first] + down + end
+
+        all_s = early[-1] + self.messages[0] + first_s + np.maximum(again, others)
+        found = (
+            all_s + (num - 1) * again + self._returning(sums, whole, flying, left) + queued
+        )  # (P)
+        hidden = num * traffic.reductions + (2 * num - flying - 1) * traffic.gathers
+        slowdown = self.stager.sites.slowdown[
+            stage
+        ]  # what takes longer than what follows ends later
+        bound = found + end + slowdown * np.maximum(0.0, hidden - back)
+
+        more = num * traffic.reductions + (2 * num - 2) * traffic.gathers
+        found = early_before + 2 * down + first + traffic.slower + num * again
+        found = found + (num - left) * sums.both + left * sums.early + queued  # (Q)
+        bound = np.maximum(bound, found + end + slowdown * np.maximum(0.0, more - back))
+
+        missing = np.minimum(stage, num - flying)  # weight parts before the last forward
+        found = all_s + (num - flying) * again + loop + queued
+        found = found + (num - flying - missing) * sums.both + missing * sums.early  # (R)
+        slow = slowdown * np.maximum(0.0, hidden - (loop + sums.input + back))
+        found = found + end + slow
+        bound = np.where(num > flying, np.maximum(bound, found), bound)
+
+        loops = np.ceil(num / flying) * (loop + sums.early + again)
+        bound = np.maximum(bound, early_before + 2 * down + loops + end)  # (F)
+
+        forward_before = least_prefix(self.forward)[runs.first]
+        arrived = np.maximum(forward_before + down + first, traffic.first_gather) + traffic.slower
+        returned = forward_before + loop + down + first_s
+        # with all weight parts, or with the last reductions after the last input part
+        for begin, works, gathers in (
+            (arrived, (num * sums.both, (num - 1) * sums.both + sums.early), 2 * num - 2),  # (A)
+            (returned, self._first_returned(sums, whole, flying), 2 * num - flying - 1),  # (B)
+        ):
+            beside = (num - 1) * traffic.reductions + gathers * traffic.gathers
+            begin = begin + num * again + slowdown * beside + queued
+            bound = np.maximum(bound, begin + works[0] + traffic.last_end)
+            bound = np.maximum(bound, begin + works[1] + traffic.all_end)
+        bound = np.maximum(bound, traffic.stream)
         return np.where(np.isfinite(needed), bound, np.inf)
 
-    def _first_gather_s(self, runs: Runs) -> Floats:
-        gather = self.stager.gather_s()
-        return gather[runs.first] if self.stager.candidate.per_block else runs.sums(gather)
+    def _first_returned(
+        self, sums: StageTimes, whole: Floats, flying: Floats
+    ) -> tuple[Floats, Floats]:
+        """f + M · t − n · f, and the same without the last weight part."""
+        found = (self.num - flying + 1) * sums.both
+        without = np.where(
+            flying > 1,
+            found + (flying - 2) * whole + sums.input,
+            (self.num - 1) * sums.both + sums.early,
+        )
+        return found + (flying - 1) * whole, without
 
-    def _last_reduction_s(self, runs: Runs) -> Floats:
-        """(C): weight parts go upwards, so that the first block's comes last."""
-        reduce = self.stager.reduce_s()
-        return reduce[runs.first] if self.stager.candidate.per_block else runs.sums(reduce)
+    def _slower_s(self) -> float:
+        """(E) of all first forwards; of each stage two gathers come before its first one."""
+        slower = least_of(self.slower)
+        most = 2 * self.stager.candidate.pp * float(slower.max())
+        return max(0.0, float(slower.sum()) - most)
 
-    def _stream_s(self, runs: Runs) -> Floats:
-        """(D)."""
-        stager, candidate = self.stager, self.stager.candidate
-        gather, reductions = stager.gather_s(), runs.sums(stager.reduce_s())
-        gathers, num = runs.sums(gather), candidate.num_micro_batches
-        if candidate.zero_stage <= 1:
-            return gathers + reductions
-        if candidate.zero_stage == 2 or not candidate.per_block:
-            return gathers + num * reductions
-        again = np.maximum(0.0, 2 * (gathers - runs.maxima(gather)))
-        return num * (again + reductions)
+    def _first_gather_s(self, windows: Windows) -> float:
+        """Before the first forward of the first stage."""
+        gather = on_stage(self.stager.gather_s(), 0)
+        return float(gather[: 1 if self.stager.candidate.per_block else windows.low[1]].sum())
+
+    def _end_s(self, windows: Windows) -> float:
+        """From the last input part of the first stage, which has as many blocks at the least as the
+        windows say.
+        """
+        stager = self.stager
+        reduce, weight, once = (
+            on_stage(values, 0)[: windows.low[1]]
+            for values in (stager.reduce_s(), self.times.weight, stager.once_s())
+        )
+        last = reduce[:1] if stager.candidate.per_block else reduce
+        end = max(float(weight.sum() + last.sum()), float(reduce.sum()))
+        return end + float(once.sum() + stager.sites.step_s[0])
+
+
+class _Traffic:
+    """Gathers and reductions of runs.
+
+    Attributes:
+        gathers, reductions: Seconds for a forward or an input part in ZeRO 3, the last one kept
+            from before; and for a weight part in ZeRO 2 and 3.
+        first_gather: Before the first forward.
+        slower: The first forward, by the gathers beside it.
+        queued: A forward after a weight part, by the gather of its third block (E).
+        last_end: After the last weight part, the optimizer included.
+        all_end: The same if nothing is reduced before it but the model's last segment.
+        stream: (D), and the optimizer.
+    """
+
+    def __init__(self, bounds: PartBounds, runs: Runs) -> None:
+        stager, candidate = bounds.stager, bounds.stager.candidate
+        gather, reduce, zero = stager.gather_s(), stager.reduce_s(), candidate.zero_stage
+        gathers, reductions = runs.sums(gather), runs.sums(reduce)
+        once = runs.sums(stager.once_s()) + stager.sites.step_s[runs.stage]
+        again = np.maximum(0.0, gathers - runs.maxima(gather))
+        self.gathers = again if zero == 3 and candidate.per_block else np.zeros(again.shape)
+        self.reductions = reductions if zero >= 2 else np.zeros(again.shape)
+        self.slower = np.maximum(0.0, runs.sums(bounds.slower) - 2 * runs.maxima(bounds.slower))
+        self.queued = np.zeros(again.shape)
+        if zero == 3 and candidate.per_block:
+            self.queued = self._queued_s(bounds, runs)
+        num = bounds.num
+        self.stream = (num if zero >= 2 else 1) * reductions + once
+        regathers = zero == 3 and candidate.per_block
+        self.stream = self.stream + (2 * num * self.gathers if regathers else gathers)
+        if not candidate.per_block:
+            self.first_gather, self.last_end = gathers, reductions + once
+            self.all_end = self.last_end
+            return
+        # the loss has its backward whole, and is reduced before the weight parts of its stage
+        is_last = (runs.end == bounds.num_blocks) & (runs.length > 1)
+        first, last = runs.at_first(reduce), on_stage(reduce, candidate.pp - 1)[-1]
+        reductions = reductions - np.where(is_last, last, 0.0)
+        self.first_gather, self.all_end = runs.at_first(gather), reductions + once
+        slow = stager.sites.slowdown[runs.stage] * np.maximum(0.0, reductions - first)
+        self.last_end = first + slow + once
+
+    def _queued_s(self, bounds: PartBounds, runs: Runs) -> Floats:
+        gather, reduce = bounds.stager.gather_s(), bounds.stager.reduce_s()
+        times, last = bounds.times, bounds.num_blocks - 1
+        second, third = (
+            replace(runs, first=np.minimum(runs.first + number, last)) for number in (1, 2)
+        )
+        waited = runs.at_first(reduce) + second.at_first(reduce) + third.at_first(gather)
+        replaced = runs.at_first(times.both - times.input)
+        replaced = replaced + second.at_first(times.both - bounds.whole)
+        left = 1 - bounds.stager.sites.slowdown[runs.stage]
+        found = np.maximum(0.0, left * waited - np.maximum(0.0, replaced))
+        return np.where(runs.length >= 3, found, 0.0)

@@ -99,6 +99,8 @@ def objective(problem: Problem, solution: Solution, weights: Weights) -> float:
     for kind, cost in enumerate(kind_costs(problem, solution)):
         total += weights.forward[kind] * cost.forward_s + weights.backward[kind] * cost.backward_s
         total += weights.held[kind] * cost.held_bytes
+        total += sum(weights.waiting[kind : kind + 1]) * cost.waiting_bytes
+        total += sum(weights.input[kind : kind + 1]) * (cost.backward_s - cost.weight_s)
     for state_class, state, size in zip(
         problem.classes, solution.states, weights.parameters, strict=True
     ):

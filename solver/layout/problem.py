@@ -184,7 +184,9 @@ class Weights:
     """The objective: over kinds, ``forward`` · seconds forward + ``backward`` · seconds backward.
 
     Plus ``step`` · seconds once a step, plus over kinds ``held`` · bytes held, plus over classes
-    ``parameters`` · elements.
+    ``parameters`` · elements. Of backwards in two parts: plus ``input`` · seconds of input parts,
+    and ``waiting`` · bytes kept between the parts, operands of several ops shared among them (by
+    default neither).
     """
 
     forward: tuple[float, ...]
@@ -192,6 +194,8 @@ class Weights:
     step: float
     held: tuple[float, ...]
     parameters: tuple[float, ...]
+    input: tuple[float, ...] = ()
+    waiting: tuple[float, ...] = ()
 
 
 TIE_BREAK_S_PER_BYTE = 1e-18

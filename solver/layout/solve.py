@@ -72,6 +72,8 @@ class ProblemSolver:
             weights,
             forward=of_kinds(weights.forward),
             backward=of_kinds(weights.backward),
+            input=of_kinds(weights.input),
+            waiting=of_kinds(weights.waiting),
             held=of_kinds(weights.held),
         )
         if tables.elimination is not None:

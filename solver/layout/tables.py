@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from autopar.solver.layout.choices import Chooser, keepers, makers, takers
 from autopar.solver.layout.eliminate import Elimination, Floats, Scope, plan_elimination
 from autopar.solver.layout.frame import Frame
-from autopar.solver.layout.problem import Problem, Weights
+from autopar.solver.layout.problem import Op, Problem, Weights
 
 Bools = NDArray[np.bool_]
 
@@ -93,6 +94,8 @@ class Costs:
     kind: NDArray[np.intp]  # of options and moves
     forward_s: Floats
     backward_s: Floats
+    input_s: Floats
+    waiting_bytes: Floats
     held_kind: NDArray[np.intp]
     held_bytes: Floats
     step_s: Floats
@@ -104,9 +107,19 @@ class Costs:
 
 def costs_of(problem: Problem) -> Costs:
     """The numbers of a problem as vectors."""
-    seconds = [(op.kind, o.forward_s, o.backward_s) for op in problem.ops for o in op.options]
+    users = Counter(value for op in problem.ops for value in _awaited(op))
+    waiting = [
+        o.waiting_bytes + sum(size / users[op.operands[place]] for place, size in o.waiting)
+        for op in problem.ops
+        for o in op.options
+    ]
+    seconds = [
+        (op.kind, o.forward_s, o.backward_s, o.backward_s - o.weight_s)
+        for op in problem.ops
+        for o in op.options
+    ]
     seconds += [
-        (value.kind, move.forward_s, move.backward_s)
+        (value.kind, move.forward_s, move.backward_s, move.backward_s)
         for value in problem.values
         for move in value.moves.values()
     ]
@@ -119,9 +132,11 @@ def costs_of(problem: Problem) -> Costs:
             outer_backward_s[kind, own] = [move.backward_s for move in moves]
         first += len(found.states)
     return Costs(
-        kind=np.array([kind for kind, _, _ in seconds], dtype=np.intp),
-        forward_s=np.array([forward for _, forward, _ in seconds]),
-        backward_s=np.array([backward for _, _, backward in seconds]),
+        kind=np.array([kind for kind, *_ in seconds], dtype=np.intp),
+        forward_s=np.array([forward for _, forward, _, _ in seconds]),
+        backward_s=np.array([backward for _, _, backward, _ in seconds]),
+        input_s=np.array([part for *_, part in seconds]),
+        waiting_bytes=np.pad(np.array(waiting), (0, len(seconds) - len(waiting))),
         held_kind=np.array([held.kind for held in problem.held], dtype=np.intp),
         held_bytes=np.array([float(held.num_bytes) for held in problem.held]),
         step_s=np.array([seconds for found in problem.classes for seconds in found.step_s]),
@@ -135,11 +150,19 @@ def costs_of(problem: Problem) -> Costs:
     )
 
 
+def _awaited(op: Op) -> set[int]:
+    """Operands that an option of an op keeps for the gradients of weights."""
+    return {op.operands[place] for option in op.options for place, _ in option.waiting}
+
+
 def cost_vector(costs: Costs, weights: Weights) -> Floats:
     """What each option, move, kept tensor and state of a class adds to the objective."""
     forward, backward = np.array(weights.forward), np.array(weights.backward)
+    inputs = np.array(weights.input or (0.0,) * len(backward))
+    waiting = np.array(weights.waiting or (0.0,) * len(backward))
     parameters = np.array(weights.parameters)
     seconds = forward[costs.kind] * costs.forward_s + backward[costs.kind] * costs.backward_s
+    seconds += inputs[costs.kind] * costs.input_s + waiting[costs.kind] * costs.waiting_bytes
     return np.concatenate(
         [
             seconds,
@@ -147,7 +170,7 @@ def cost_vector(costs: Costs, weights: Weights) -> Floats:
             weights.step * costs.step_s
             + parameters[costs.state_class] * costs.numel
             + forward @ costs.outer_forward_s
-            + backward @ costs.outer_backward_s,
+            + (backward + inputs) @ costs.outer_backward_s,
         ]
     )
 

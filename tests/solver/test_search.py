@@ -21,7 +21,8 @@ from autopar.solver.costs.memory import itemsizes
 from autopar.solver.layout.model_facts import model_facts
 from autopar.solver.pins import Pins
 from autopar.solver.runs import all_runs
-from autopar.solver.search import Search, scalar_bound_s
+from autopar.solver.schedule_bounds import scalar_bound_s
+from autopar.solver.search import Search
 from autopar.solver.solved import simulate_cuts
 from autopar.solver.space import candidates
 from tests.models import (
@@ -136,7 +137,10 @@ def test_the_scalar_bound_holds_for_a_slow_first_block():
         schedule="1f1b",
     )
     half = np.array([1.0, 0.5])
-    assert scalar_bound_s(candidate, StageTimes(both=2 * half, forward=half, backward=half)) == 4
+    times = StageTimes(
+        both=2 * half, forward=half, backward=half, input=half, early=2 * half, weight=0 * half
+    )
+    assert scalar_bound_s(candidate, times) == 4
 
 
 def test_matrix_of_bytes_equals_bytes_by_cause():
