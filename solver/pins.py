@@ -83,12 +83,15 @@ def check_pins(pin: Pins, cluster: Cluster, global_batch_size: int) -> None:
 
 def _check_groups(pin: Pins, cluster: Cluster) -> None:
     """Raise ``InputError`` for what is not known of stages on nodes of several kinds."""
-    for name, values in (("schedule", ("zero_bubble", "interleaved")), ("virtual_stages", None)):
-        found = pin.get(name)
-        if found in values if values else found not in (None, 1):
+    fits = {
+        "schedule": pin.get("schedule") != "interleaved",
+        "virtual_stages": pin.get("virtual_stages", 1) == 1,
+    }
+    for name in fits:
+        if not fits[name]:
             raise InputError(
-                f"{name}={found!r} is pinned, but stages on several groups of nodes have neither "
-                "virtual stages nor backwards in two parts",
+                f"{name}={pin[name]!r} is pinned, but stages on several groups of nodes have no "
+                "virtual stages",
                 hint=f"leave {name} open",
             )
     tp = int(pin.get("tp", 1))

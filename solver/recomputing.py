@@ -15,7 +15,6 @@ import numpy as np
 from autopar.solver.candidates import Candidate
 from autopar.solver.facts import Floats
 from autopar.solver.in_flight import in_flight
-from autopar.solver.passing import least_prefix
 from autopar.solver.reach import Floor
 from autopar.solver.runs import Ints, Rounds, Runs, distinct_rows, on_stage, prefixes
 from autopar.solver.stages import ROUNDED_BYTES, Stager

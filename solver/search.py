@@ -39,7 +39,6 @@ from autopar.solver.in_flight import in_flight, in_parts
 from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.problem import MemoryLimit, Solution
 from autopar.solver.mixed import AnySetting, MixedSetting
-from autopar.solver.passing import least_of, least_share
 from autopar.solver.recomputing import again_s, choose_blocks, priced_again_s
 from autopar.solver.runs import Runs
 from autopar.solver.schedule_bounds import any_order_s, scalar_bound_s, stage_bounds

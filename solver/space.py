@@ -229,7 +229,8 @@ def _schedules(
     pp: int, model: Divisible, pin: Pins, *, is_mixed: bool
 ) -> Iterator[tuple[ScheduleName, int]]:
     """Schedules with numbers of virtual stages: over several, 1F1B is interleaved, and the layered
-    order makes the modular pipeline. On several kinds of nodes stages have no virtual ones.
+    order makes the modular pipeline. On several kinds of nodes stages have no virtual ones; one
+    stage waits for no others, so that nothing fills a bubble.
     """
     pinned = pin.get("schedule")
     if "virtual_stages" in pin or is_mixed:
@@ -256,7 +257,7 @@ def _holds(candidate: Candidate, pin: Pins) -> bool:
     if any(name in pin and pin[name] != getattr(candidate, name) for name in names):
         return False
     if candidate.num_micro_batches == 1 and "schedule" not in pin:
-        # One has only one order; the layered one keeps its gathers further apart.
+        # Its forwards have only one order; the layered one keeps its gathers further apart.
         return candidate.schedule != "layered" and (
             "virtual_stages" in pin or candidate.virtual_stages == 1
         )

@@ -42,13 +42,14 @@ def searched(nodes: int, inside: int, batch: int, model: Divisible):
             if pp > 1 and pp * virtual <= model.num_blocks
             for name in ("interleaved", "layered")
         ]
+        orders += [("zero_bubble", virtual) for _, virtual in orders[1::2] if pp > 1]
         for size, shard, (name, virtual) in itertools.product(
             range(1, share + 1), {1, in_node, dp}, orders
         ):
             num = share // size
-            if share % size or (num == 1 and (name, virtual) != ("1f1b", 1)):
+            if share % size or (num == 1 and (name == "layered" or virtual > 1)):
                 continue
-            if name == "interleaved" and num < pp:
+            if virtual > 1 and name != "layered" and num < pp:
                 continue
             zeros: tuple[int, ...] = (1, 2, 3) if shard > 1 else (0,)
             if shard == dp == 1 and cp * ep > 1:

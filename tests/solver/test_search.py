@@ -97,12 +97,10 @@ def test_no_simulated_virtual_stages_are_below_their_bound(schedule):
                 assert held <= stager.contents(stage, cuts).activation_bytes + 1
 
 
-def test_the_schedule_over_virtual_stages_is_interleaved_unless_layered_is_asked_for():
+def test_1f1b_over_virtual_stages_is_interleaved():
     cluster = Cluster("cpu-local")
-    for pinned, name in ((None, "interleaved"), ("1f1b", "interleaved"), ("layered", "layered")):
-        pin: dict[str, int | str] = {"virtual_stages": 2, "pp": 2}
-        if pinned is not None:
-            pin["schedule"] = pinned
+    for pinned, name in (("1f1b", "interleaved"), ("layered", "layered")):
+        pin: dict[str, int | str] = {"virtual_stages": 2, "pp": 2, "schedule": pinned}
         found = plan(cluster, pin)
         assert (found.schedule.name, found.schedule.virtual_stages) == (name, 2)
         holders = [stage for stage, _ in itertools.groupby(s.stage for s in found.segments)]
@@ -113,7 +111,8 @@ def test_the_schedule_over_virtual_stages_is_interleaved_unless_layered_is_asked
 
 
 def test_a_virtual_stage_on_a_wrong_stage_is_refused():
-    found = plan(Cluster("cpu-local"), {"virtual_stages": 2, "pp": 2})
+    pin = {"virtual_stages": 2, "pp": 2, "schedule": "interleaved"}
+    found = plan(Cluster("cpu-local"), pin)
     segments = sorted(found.segments, key=lambda segment: segment.first_block)
     swapped = [dataclasses.replace(s, stage=1 - s.stage) for s in segments]
     with pytest.raises(PlanFormatError, match="stage c mod 2"):
