@@ -567,7 +567,7 @@ def _least_again_s(stager: Stager, setting: AnySetting, both: Floats, runs: Runs
     return np.maximum(least, priced_again_s(stager, runs, priced, both))
 
 
-def _least_parts_again_s(stager: Stager, setting: Setting, both: Floats, runs: Runs) -> Floats:
+def _least_parts_again_s(stager: Stager, setting: AnySetting, both: Floats, runs: Runs) -> Floats:
     """The same for backwards in two parts, of which stages keep different shares: with a price for
     the bytes between the parts, too.
     """

@@ -111,7 +111,7 @@ def test_1f1b_over_virtual_stages_is_interleaved():
 
 
 def test_a_virtual_stage_on_a_wrong_stage_is_refused():
-    pin = {"virtual_stages": 2, "pp": 2, "schedule": "interleaved"}
+    pin: dict[str, int | str] = {"virtual_stages": 2, "pp": 2, "schedule": "interleaved"}
     found = plan(Cluster("cpu-local"), pin)
     segments = sorted(found.segments, key=lambda segment: segment.first_block)
     swapped = [dataclasses.replace(s, stage=1 - s.stage) for s in segments]
