@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -36,19 +37,18 @@ def runners_up(plan: Plan) -> str:
     """What lost, what it would cost, and which causes make the difference."""
     if not plan.alternatives:
         return ""
-    return "\n".join(
-        ("runners-up", named_rows([_runner_up(plan, other) for other in plan.alternatives]))
-    )
+    told = sorted(plan.alternatives, key=lambda other: other.step_s or other.bound_s or math.inf)
+    return "\n".join(("runners-up", named_rows([_runner_up(plan, other) for other in told])))
 
 
 def _runner_up(plan: Plan, other: Alternative) -> tuple[str, str]:
     step_s = plan.prediction.step_s
     if other.step_s is None:
-        least = "–" if other.bound_s is None else f"≥ {other.bound_s / step_s - 1:+.1%}"
+        least = "–" if other.bound_s is None else f"≥ {signed_percent(other.bound_s / step_s - 1)}"
         return least, f"{other.description}: {other.reason}"
     text = f"{other.description}: {other.reason}"
     why = _why(plan, other)
-    return f"{other.step_s / step_s - 1:+.1%}", f"{text}\n{why}" if why else text
+    return signed_percent(other.step_s / step_s - 1), f"{text}\n{why}" if why else text
 
 
 def _why(plan: Plan, other: Alternative) -> str:
@@ -78,6 +78,14 @@ def differences(one: Mapping[str, float], other: Mapping[str, float]) -> dict[st
 def signed_seconds(seconds: float) -> str:
     """``+12.3 ms`` or ``−12.3 ms``."""
     return ("−" if seconds < 0 else "+") + seconds_text(abs(seconds))
+
+
+def signed_percent(share: float) -> str:
+    """``+1.2%`` or ``−1.2%``; ``0.0%`` has no sign."""
+    text = f"{abs(share):.1%}"
+    if text == "0.0%":
+        return text
+    return ("−" if share < 0 else "+") + text
 
 
 def objective(plan: Plan) -> str:
@@ -147,8 +155,9 @@ def _value(plan: Plan, value: DecisionValue) -> str:
         return f"{value.value} does not fit"
     least = max(0.0, value.bound_s / step_s - 1)
     if value.step_s is None:
-        return f"{value.value} ≥ {least:+.1%}"
-    return f"{value.value} ≥ {least:+.1%} (found {value.step_s / step_s - 1:+.1%})"
+        return f"{value.value} ≥ {signed_percent(least)}"
+    found = signed_percent(value.step_s / step_s - 1)
+    return f"{value.value} ≥ {signed_percent(least)} (found {found})"
 
 
 def shadow_prices(plan: Plan) -> str:
@@ -159,8 +168,8 @@ def shadow_prices(plan: Plan) -> str:
     rows = [
         (
             change.change,
-            f"step {seconds_text(change.step_s)} ({change.step_s / step_s - 1:+.1%}, at most "
-            f"{change.bound_s / step_s - 1:+.1%}), "
+            f"step {seconds_text(change.step_s)} ({signed_percent(change.step_s / step_s - 1)}, "
+            f"at best {signed_percent(change.bound_s / step_s - 1)}), "
             + ("same decisions" if change.same_decisions else change.description),
         )
         for change in plan.what_if
