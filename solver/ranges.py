@@ -32,6 +32,7 @@ from autopar.solver.objectives import FewestGpus, Objective, Point
 from autopar.solver.pins import Pins
 from autopar.solver.predict import product_flops
 from autopar.solver.search import Progress, SearchResult
+from autopar.solver.side_by_side import run_side_by_side
 from autopar.solver.solve import DescribeMoves, make_plan
 from autopar.solver.warm_start import warm_candidates
 
@@ -214,7 +215,7 @@ def _search(nodes: Sequence[_Node], objective: Objective, way: _Way) -> None:
         node = nodes[number]
         if step == 1:
             try:
-                _bound(node, way)
+                _bound(node, way, is_only=len(nodes) == 1)
             except InputError as error:
                 refused.append(error)
                 node.bound_s = math.inf
@@ -227,13 +228,14 @@ def _search(nodes: Sequence[_Node], objective: Objective, way: _Way) -> None:
         raise refused[-1]
 
 
-def _bound(node: _Node, way: _Way) -> None:
+def _bound(node: _Node, way: _Way, *, is_only: bool) -> None:
     """The second step."""
     started = time.perf_counter()
     node.instance = way.instance(node)
     num, batch = node.point.num_gpus, node.point.global_batch_size
     node.instance.search.progress(f"bounding {num} GPUs with a batch of {batch}")
-    node.bound_s = max(node.bound_s, _lowest_bound(node.instance))
+    if not is_only:  # otherwise it is searched in any case
+        node.bound_s = max(node.bound_s, _lowest_bound(node.instance))
     node.solve_s += time.perf_counter() - started
 
 
@@ -255,8 +257,8 @@ def _solve(node: _Node, way: _Way, cutoff_s: float) -> None:
     assert node.instance is not None
     started, found = time.perf_counter(), node.instance.candidates
     first = () if way.warm_start is None else warm_candidates(way.warm_start, found)
-    node.result = node.instance.search.run(
-        found, first=first, cutoff_s=cutoff_s, stop_at_s=way.stop_at_s
+    node.result = run_side_by_side(
+        node.instance.search, found, first=first, cutoff_s=cutoff_s, stop_at_s=way.stop_at_s
     )
     node.bound_s = max(node.bound_s, node.result.bound_s)
     node.solve_s += time.perf_counter() - started

@@ -56,6 +56,9 @@ MAX_SOLVED = 48
 _MOST_NEAR = 24
 """Cuts near the best plan's that are simulated."""
 
+_MEETING = 256
+"""Steps of refinement between two meetings with another search."""
+
 _FIRST_MESHES = 4
 """Meshes of which one candidate is solved before its turn: what is slower than a plan that is known
 need not be known exactly.
@@ -117,6 +120,7 @@ class Search:
         first: Sequence[Candidate] = (),
         cutoff_s: float = math.inf,
         stop_at_s: float = math.inf,
+        meet: Callable[[float], float] | None = None,
     ) -> SearchResult:
         """The fastest candidate, and a bound on all of them.
 
@@ -127,6 +131,8 @@ class Search:
                 search.
             cutoff_s: Steps that are longer are of no use: the search ends where all are.
             stop_at_s: ``time.perf_counter()`` after which none is begun, once one was found.
+            meet: Called now and then with the shortest step so far, for one that is known elsewhere
+                and serves as ``cutoff_s``.
         """
         started = self._start(first)
         result = SearchResult(
@@ -145,12 +151,19 @@ class Search:
         heapq.heapify(queue)
         refine = (self.scalar_bound, self.bound, self.layout_bound, self.fitted_bound)
         fastest: Candidate | None = None
+        num_steps, elsewhere_s = 0, math.inf
         while queue and len(result.solved) < MAX_SOLVED:
             bound, number, step = queue[0]
             if not math.isfinite(bound) or (result.best and bound >= result.best.step_s):
                 break
-            if bound > enough or ((result.best or start) and time.perf_counter() >= stop_at_s):
+            is_found = result.best or start or math.isfinite(elsewhere_s)
+            if bound > enough or (is_found and time.perf_counter() >= stop_at_s):
                 break
+            if meet is not None and num_steps % _MEETING == 0:
+                here = [solved.step_s for solved in (result.best, start) if solved is not None]
+                elsewhere_s = meet(min(here, default=math.inf))
+                enough, self._enough_s = min(enough, elsewhere_s), min(self._enough_s, elsewhere_s)
+            num_steps += 1
             heapq.heappop(queue)
             candidate = candidates[number]
             if step < len(refine):
@@ -214,15 +227,19 @@ class Search:
     def setting(self, candidate: Candidate) -> AnySetting:
         if self.cluster.is_mixed:
             return self._mixed_setting(candidate)
-        key = (*_layout_degrees(candidate), candidate.micro_batch_size, candidate.way)
+        key = self.setting_key(candidate)
         if key not in self.settings:
             self.settings[key] = self._setting_on(self.cluster, self.axes, candidate)
         return self.settings[key]
 
+    @staticmethod
+    def setting_key(candidate: Candidate) -> tuple[int, int, int, int, Way]:
+        """What candidates with the same layouts and costs of blocks have in common."""
+        return (*_layout_degrees(candidate), candidate.micro_batch_size, candidate.way)
+
     def use(self, candidate: Candidate, setting: Setting) -> None:
         """Take the setting of a candidate from elsewhere, on nodes of one kind."""
-        key = (*_layout_degrees(candidate), candidate.micro_batch_size, candidate.way)
-        self.settings[key] = setting
+        self.settings[self.setting_key(candidate)] = setting
 
     def _setting_on(self, cluster: Cluster, axes: TypedAxes, candidate: Candidate) -> Setting:
         return make_setting(
@@ -419,6 +436,12 @@ class Search:
             (simulate_cuts(candidate, setting, solution, stager, cuts) for cuts in found),
             key=lambda solved: solved.step_s,
         )
+
+    def made_again(self, candidate: Candidate, solution: Solution, cuts: tuple[int, ...]) -> Solved:
+        """What was solved elsewhere, of which these are known."""
+        setting = self.setting(candidate)
+        stager = self.layout_stager(candidate, setting, solution)
+        return simulate_cuts(candidate, setting, solution, stager, cuts)
 
     def solve(self, candidate: Candidate) -> Solved | None:
         """The candidate with the layout that is fastest of those that fit; None when none was

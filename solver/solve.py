@@ -38,6 +38,7 @@ from autopar.solver.predict import predict
 from autopar.solver.reasons import NUM_ALTERNATIVES, alternatives, search_report
 from autopar.solver.search import Progress, SearchResult
 from autopar.solver.shares import share_plans
+from autopar.solver.side_by_side import run_side_by_side
 from autopar.solver.solved import Solved
 from autopar.solver.unruled import replicated_ops
 from autopar.solver.what_if import shadow_prices, solve_runners_up
@@ -111,7 +112,7 @@ def solve_instance(
         InfeasibleError: Nothing fits into memory.
     """
     started = time.perf_counter()
-    result = instance.search.run(instance.candidates)
+    result = run_side_by_side(instance.search, instance.candidates)
     if result.best is None:
         raise infeasible_error(instance)
     return make_plan(

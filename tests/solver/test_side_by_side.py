@@ -1,0 +1,79 @@
+"""Two searches side by side find what one finds, whichever of them fails."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from autopar.solver import side_by_side
+from autopar.solver.search import SearchResult
+from autopar.solver.side_by_side import run_side_by_side
+from tests.solver.small import FOUR, TWO_NODES, instance
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+@pytest.fixture(autouse=True)
+def _always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "_FEW", 0)
+    monkeypatch.setattr(side_by_side, "_may_fork", lambda: True)
+
+
+def both(cluster, batch=8) -> tuple[SearchResult, SearchResult]:
+    one, two = instance(cluster, batch=batch), instance(cluster, batch=batch)
+    return one.search.run(one.candidates), run_side_by_side(two.search, two.candidates)
+
+
+@pytest.mark.parametrize("cluster", [FOUR, TWO_NODES, FOUR.with_memory(24_000)])
+def test_two_searches_find_the_step_of_one_with_a_bound_on_all(cluster):
+    alone, together = both(cluster)
+    assert alone.best is not None
+    assert together.best is not None
+    assert together.best.step_s == pytest.approx(alone.best.step_s, rel=1e-12)
+    assert together.bound_s <= alone.best.step_s
+    tried = {*together.bounds, *(candidate for _, _, candidate in together.left)}
+    assert len(tried) == together.num_candidates == alone.num_candidates
+    assert tried == {*alone.bounds, *(candidate for _, _, candidate in alone.left)}
+
+
+def test_what_the_fork_solved_is_the_same_here():
+    made = instance(TWO_NODES)
+    found = run_side_by_side(made.search, made.candidates)
+    for solved in found.solved:
+        again = made.search.made_again(solved.candidate, solved.solution, solved.cuts)
+        assert again.step_s == solved.step_s
+        assert again.stager.peak_bytes(again.cuts) == solved.stager.peak_bytes(solved.cuts)
+
+
+def test_the_same_is_found_each_time():
+    first, second = both(TWO_NODES)[1], both(TWO_NODES)[1]
+    assert first.bounds == second.bounds
+    assert [s.candidate for s in first.solved] == [s.candidate for s in second.solved]
+    assert first.bound_s == second.bound_s
+
+
+def test_a_fork_that_dies_loses_nothing(monkeypatch, caplog):
+    parent = os.getpid()
+    made = instance(FOUR)
+    honest = made.search.scalar_bound
+
+    def dies(candidate):
+        if os.getpid() != parent:
+            os._exit(1)
+        return honest(candidate)
+
+    monkeypatch.setattr(made.search, "scalar_bound", dies)
+    found = run_side_by_side(made.search, made.candidates)
+    other = instance(FOUR)
+    alone = other.search.run(other.candidates)
+    assert "searched here" in caplog.text
+    assert found.best is not None
+    assert alone.best is not None
+    assert found.best.step_s == pytest.approx(alone.best.step_s, rel=1e-12)
+    assert found.num_candidates == len(made.candidates)
+
+
+def test_where_nothing_fits_nothing_is_found():
+    _, together = both(FOUR.with_memory(200))
+    assert together.best is None
