@@ -60,6 +60,11 @@ class ShareSearch(Search):
         solution = self.setting(candidate).solution(candidate.recompute)
         return self.simulated(candidate, solution)
 
+    def made_again(self, candidate: Candidate, solution: Solution, cuts: tuple[int, ...]) -> Solved:
+        if not candidate.shares:
+            return super().made_again(candidate, solution, cuts)
+        return self.simulated(candidate, solution)
+
     def simulated(self, candidate: Candidate, solution: Solution) -> Solved:
         """With a layout, and with the blocks that the candidate computes again."""
         stagers = self.stagers(candidate, solution)

@@ -10,6 +10,7 @@ from autopar.solver import side_by_side
 from autopar.solver.search import SearchResult
 from autopar.solver.side_by_side import run_side_by_side
 from tests.solver.small import FOUR, TWO_NODES, instance
+from tests.solver.test_unequal_shares import MIXED
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -37,13 +38,15 @@ def test_two_searches_find_the_step_of_one_with_a_bound_on_all(cluster):
     assert tried == {*alone.bounds, *(candidate for _, _, candidate in alone.left)}
 
 
-def test_what_the_fork_solved_is_the_same_here():
-    made = instance(TWO_NODES)
+@pytest.mark.parametrize("cluster", [TWO_NODES, MIXED])
+def test_what_the_fork_solved_is_the_same_here(cluster):
+    made = instance(cluster, batch=16)
     found = run_side_by_side(made.search, made.candidates)
     for solved in found.solved:
         again = made.search.made_again(solved.candidate, solved.solution, solved.cuts)
         assert again.step_s == solved.step_s
         assert again.stager.peak_bytes(again.cuts) == solved.stager.peak_bytes(solved.cuts)
+        assert len(again.beside) == len(solved.beside)
 
 
 def test_the_same_is_found_each_time():
