@@ -171,8 +171,8 @@ class Search:
                 continue
             self.progress(f"solving {candidate}")
             solved = started[candidate] if candidate in started else self.solve(candidate)
-            is_only = self._has_one_layout(candidate)
-            result.bounds[candidate] = solved.step_s if solved and is_only else bound
+            is_best = solved is not None and self._is_best(candidate, solved)
+            result.bounds[candidate] = solved.step_s if solved and is_best else bound
             if solved is None:
                 result.unsettled.append(candidate)
                 continue
@@ -409,6 +409,14 @@ class Search:
     def _only_stager(self, candidate: Candidate) -> Stager:
         setting = self.setting(candidate)
         return self.layout_stager(candidate, setting, setting.solution(candidate.recompute))
+
+    def _is_best(self, candidate: Candidate, solved: Solved) -> bool:
+        """Whether no plan of the candidate is faster: on a single stage and tensor rank there are
+        neither cuts nor layouts, only blocks that may be computed again.
+        """
+        is_single = candidate.pp == candidate.tp == 1 and len(_variants(candidate)) == 1
+        is_single = is_single and not solved.candidate.recomputed_blocks
+        return is_single or self._has_one_layout(candidate)
 
     def _has_one_layout(self, candidate: Candidate) -> bool:
         """Whether nothing is left but to simulate some cuts: virtual stages are searched with the

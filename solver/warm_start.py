@@ -17,8 +17,8 @@ def warm_candidates(old: Plan, candidates: Sequence[Candidate]) -> tuple[Candida
 
     What is kept, in this order: the degrees that layouts and stages depend on, how work is ordered,
     the ZeRO stage, the micro-batch size, and recomputation. The data degrees follow from the others
-    and the GPUs there are: they are kept where they can be. ``old`` may be for another cluster,
-    batch or model.
+    and the GPUs there are: they are kept where they can be, and so are unequal shares. ``old`` may
+    be for another cluster, batch or model.
     """
     return tuple(sorted(candidates, key=lambda candidate: _distance(old, candidate))[:NUM_STARTS])
 
@@ -37,6 +37,7 @@ def _distance(old: Plan, candidate: Candidate) -> tuple[float, ...]:
         _factor(candidate.micro_batch_size, old.batch.micro_batch_size),
         float(candidate.recompute not in (schedule.recompute, blocks)),
         _factor(candidate.dp_shard, mesh.dp_shard),
+        float(bool(candidate.shares) != bool(old.batch.shares)),
     )
 
 

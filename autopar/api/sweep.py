@@ -252,6 +252,7 @@ class _Solver:
             tokens_per_s=prediction.tokens_per_s,
             mfu=prediction.mfu,
             peak_bytes=prediction.fullest.peak_bytes,
+            usable_bytes=prediction.usable_bytes,
             description=str(best.candidate),
         )
 

@@ -415,3 +415,13 @@ def test_bounds_are_arrays_without_holes():
     times = search.setting(candidate).least_times(candidate.recompute)
     assert np.isfinite(times.both).all()
     assert (times.both > 0).all()
+
+
+def test_a_single_stage_and_tensor_rank_leave_no_gap():
+    """There are neither cuts nor layouts: what is solved is the best."""
+    pin: dict[str, int | str] = {"pp": 1, "tp": 1, "schedule": "1f1b"}
+    found = plan(Cluster("cpu-local", gpus_per_node=4), pin)
+    assert found.schedule.recompute == "none"
+    assert found.certificate.status == "optimal"
+    tensor = plan(Cluster("cpu-local", gpus_per_node=4), {**pin, "tp": 2})
+    assert tensor.certificate.bound_s <= tensor.prediction.step_s
