@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_told_with_its_nodes():
 @pytest.mark.parametrize(
     ("pin", "said"),
     [
-        ({"schedule": "zero_bubble"}, "zero_bubble"),
+        ({"schedule": "interleaved"}, "interleaved"),
         ({"virtual_stages": 2}, "virtual_stages=2"),
         ({"tp": 8}, "does not divide the 4 GPUs"),
     ],
