@@ -58,7 +58,7 @@ def lower_evaluation(
         )
     paired = _paired(trained, model)
     layout = _Transfer(trained, plan, paired).layout()
-    return lower_at(paired, layout, plan), paired
+    return lower_at(paired, layout, plan, fewer_chunks=True), paired
 
 
 def _paired(trained: ModelGraph, model: ModelGraph) -> ModelGraph:

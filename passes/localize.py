@@ -31,7 +31,7 @@ def localize(typed: TypedKind, *, mesh: Mesh, batch: int) -> BlockKind:
     """
     graph, copies = copy_graph(typed.kind.graph)
     infos = {
-        node: _local_info(node, typed.layout, mesh, batch)
+        node: local_info(node, typed.layout, mesh, batch)
         for node in copies.values()
         if node.op not in ("get_attr", "output")
     }
@@ -48,7 +48,7 @@ def localize(typed: TypedKind, *, mesh: Mesh, batch: int) -> BlockKind:
     return kind
 
 
-def _local_info(node: fx.Node, layout: KindLayout, mesh: Mesh, batch: int) -> NodeInfo:
+def local_info(node: fx.Node, layout: KindLayout, mesh: Mesh, batch: int) -> NodeInfo:
     """The facts of ``node`` with the shapes of one rank."""
     given = info(node)
     sizes = mesh.layout_sizes()

@@ -19,6 +19,7 @@ from autopar.ir.program import AXIS_HANDLE, Program
 from autopar.ir.typecheck import check_kind, check_model, check_moved
 from autopar.passes.base import Pass, TypedKind
 from autopar.passes.choose_kernels import choose_kernels
+from autopar.passes.chunk_loss import ChunkLoss
 from autopar.passes.idle_axes import settle_idle_axes
 from autopar.passes.insert_moves import InsertMoves
 from autopar.passes.localize import localize
@@ -46,8 +47,14 @@ def lower_plan(model: ModelGraph, plan: Plan) -> Program:
     return lower_at(model, plan.typed_layout(), plan)
 
 
-def lower_at(model: ModelGraph, layout: Layout, plan: Plan) -> Program:
-    """``model`` under ``layout``, at the sizes and cuts of ``plan``; see ``lower_plan``."""
+def lower_at(
+    model: ModelGraph, layout: Layout, plan: Plan, *, fewer_chunks: bool = False
+) -> Program:
+    """``model`` under ``layout``, at the sizes and cuts of ``plan``; see ``lower_plan``.
+
+    Args:
+        fewer_chunks: See ``lower``.
+    """
     mesh, batch = plan.device_mesh(), plan.batch
     if batch.shares:
         _require_apart(model, layout, mesh, batch.micro_batch_size)
@@ -60,6 +67,8 @@ def lower_at(model: ModelGraph, layout: Layout, plan: Plan) -> Program:
             micro_batch_size=micro_batch_size,
             segments=plan.segments,
             kernels=plan.schedule.kernels,
+            loss_chunks=plan.schedule.loss_chunks,
+            fewer_chunks=fewer_chunks or micro_batch_size != batch.micro_batch_size,
         )
 
     program, last_size = at(batch.micro_batch_size), batch.last_size(mesh.batch_ranks)
@@ -100,6 +109,8 @@ def lower(
     micro_batch_size: int,
     segments: Sequence[Cut],
     kernels: str = DEFAULT_KERNELS,
+    loss_chunks: int = 1,
+    fewer_chunks: bool = False,
 ) -> Program:
     """The program that the ranks of ``mesh`` run, one graph for each kind of block.
 
@@ -109,9 +120,12 @@ def lower(
         micro_batch_size: Sequences per data rank.
         segments: Runs of blocks with their stages, in order.
         kernels: By which it is computed.
+        loss_chunks: Slices of the tokens whose loss is computed one after the other.
+        fewer_chunks: Take fewer where there cannot be so many.
 
     Raises:
-        PlacementError: The layout does not type-check, or a dim does not divide.
+        PlacementError: The layout does not type-check, or a dim does not divide, or the loss cannot
+            be computed in so many chunks.
         InputError: The segments are not runs that cover the model, or the micro-batch is empty, or
             nothing here runs the kernels.
     """
@@ -121,11 +135,20 @@ def lower(
     batch = micro_batch_size * mesh.batch_ranks
     typed = place(model, layout, mesh=mesh, batch=batch)
     values = local_values(model, typed, mesh=mesh, batch=batch)
+    settled = settle_idle_axes(layout, mesh)
+    chunk_loss = ChunkLoss(
+        model=model,
+        mesh=mesh,
+        batch=batch,
+        num_chunks=loss_chunks,
+        kernels=chosen,
+        at_most=fewer_chunks,
+    )
     kinds: dict[str, fx.GraphModule] = {}
     for name, kind in typed.items():
-        graph = localize(kind, mesh=mesh, batch=batch).graph
-        choose_kernels(graph, chosen)
-        kinds[name] = _module(graph, name)
+        local = chunk_loss(localize(kind, mesh=mesh, batch=batch), kind, settled[name])
+        choose_kernels(local.graph, chosen)
+        kinds[name] = _module(local.graph, name)
     return Program(
         kinds=kinds,
         segments=build_segments(model, segments, kinds),

@@ -169,7 +169,7 @@ class Executor:
             assert self._inputs is not None
             share = self._share(action.micro_batch)
             seed = torch.full_like(loss, self._inputs.loss_seed * share)
-            self._state.losses.append(loss.detach() * share)
+            self._state.losses.append((loss.detach(), share))
             if self._model.weight is not None:
                 self._state.weights.append(results[self._model.weight].detach())
             roots: tuple[Tensor, ...] = (loss,)

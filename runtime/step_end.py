@@ -59,7 +59,7 @@ def agree(
     """
     device = communicator.device
     terms = [
-        _own_term(step.losses, model.loss, program, communicator),
+        _own_term([loss * share for loss, share in step.losses], model.loss, program, communicator),
         _own_term(step.weights, model.weight, program, communicator),
         torch.zeros((), dtype=torch.float64, device=device)
         if store is None

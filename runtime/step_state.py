@@ -84,7 +84,11 @@ class StepInputs:
 
 @dataclass(slots=True)
 class StepState:
-    """All that lives during a step and not after it."""
+    """All that lives during a step and not after it.
+
+    ``losses`` are those of micro-batches, each with what it counts; they and ``weights`` may get
+    their values in backward (``ir.chunked_loss``).
+    """
 
     activations: dict[Cell, Incoming] = field(default_factory=dict)
     gradients: dict[Cell, Incoming] = field(default_factory=dict)
@@ -93,7 +97,7 @@ class StepState:
     outgoing: dict[Cell, tuple[Tensor, ...]] = field(default_factory=dict)
     outgoing_gradients: dict[Cell, tuple[Tensor, ...]] = field(default_factory=dict)
     sends: list[Work] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
+    losses: list[tuple[Tensor, float]] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
 
     def add_sends(self, works: Sequence[Work]) -> None:

@@ -22,6 +22,8 @@ recompute in g) and w + 1 its forwards before the first backward (w = min(M, p �
     all of them do. With ZeRO 0 and 1 the gathers of the first stage slow the first forward down,
     and the reductions of every stage that the last micro-batch passes on its way back slow its
     backward there down
+(H) on a single stage with ZeRO 3 and 1F1B, what it waits for between two micro-batches: little is
+    computed around the first blocks while they are reduced and gathered
 
 Every form is a sum over the blocks of the stage plus a constant, so that ``cuts`` finds the cuts
 that minimize the largest of them. Where stages are on nodes of different kinds, the constant is the
@@ -34,6 +36,7 @@ below (``StageTimes``).
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -48,6 +51,9 @@ from autopar.solver.recomputing import again_s, least_with_again
 from autopar.solver.runs import Runs, on_stage, prefixes
 from autopar.solver.stages import Stager
 from autopar.solver.windows import Windows
+
+_TURN = 3
+"""Blocks around the turn from a micro-batch to the next that are looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -259,6 +265,30 @@ class StageBounds:
         others = Passing(np.maximum(0.0, both - part)).before(runs)
         return np.where(runs.first > 0, self.passing.before(runs) - others + way, 0.0)
 
+    @functools.cached_property
+    def _turn_s(self) -> float:
+        """(H): where a single stage turns from a micro-batch to the next with ZeRO 3 and 1F1B, what
+        it waits for at the least.
+
+        From the end of the backward of block i to the forward of block j the stream has reductions
+        of blocks i … 0, and gathers of i − 2 … 0 and 1 … j; the blocks before them are computed
+        meanwhile, slowed down. What a block is longer than at the least shortens the waiting by
+        less.
+        """
+        candidate = self.stager.candidate
+        if candidate.schedule != "1f1b" or candidate.zero_stage < 3:
+            return 0.0
+        gather, reduce = self.stager.gather_s(), self.stager.reduce_s()
+        forward, backward = self.times.forward, self.times.backward
+        slowdown = float(self.stager.sites.slowdown[0])
+        most, found = min(_TURN, len(gather) - 2), 0.0
+        for i, j in itertools.product(range(1, most + 1), repeat=2):
+            stream = reduce[1 : i + 1].sum() + gather[: max(0, i - 1)].sum() + gather[1]
+            stream += reduce[0] + gather[2 : j + 1].sum() if j > 1 else 0.0
+            meanwhile = backward[:i].sum() + forward[:j].sum()
+            found = max(found, stream - (1 + slowdown) * meanwhile)
+        return found
+
     def _communicate(self, runs: Runs, again: Floats) -> tuple[Floats, Floats, Floats]:
         """(C) added to what a stage computes, (E) to what it computes or waits in between, and (D);
         ``again`` lengthens backward.
@@ -298,6 +328,7 @@ class StageBounds:
         if candidate.pp == 1 and candidate.per_block:  # nothing to wait for: hidden or exposed
             firsts = runs.at_first(gather) + runs.at_first(reduce)
             hidden = slowdown * np.maximum(0.0, stream - firsts)
+            hidden = hidden + (1 - slowdown) * (num - 1) * self._turn_s
             added, slow = np.maximum(added + slow, firsts + hidden + once), np.zeros(slow.shape)
         return added, slow, stream + once
 

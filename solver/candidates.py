@@ -40,19 +40,22 @@ class Way:
             fastest.
         loss_parallel: Whether the tensor axis may share the vocabulary of a loss.
         recompute: ``selective`` or ``selective_op`` where backward computes some ops again.
+        loss_chunks: In how many slices of the tokens the loss is computed; 0 where that is open.
     """
 
     kernels: str
     sequence_parallel: bool | None
     loss_parallel: bool
     recompute: RecomputeName
+    loss_chunks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """One choice of everything but layout and stage cuts.
 
-    A last micro-batch that is shorter counts as a full one: that bounds its costs from above.
+    A last micro-batch that is shorter counts as a full one: that bounds its costs from above. With
+    ``chunks_open`` the loss may be computed in more chunks than ``loss_chunks``, if that pays.
     """
 
     pp: int
@@ -73,6 +76,8 @@ class Candidate:
     loss_parallel: bool = True
     cuts: CutsName = "balanced"
     extra_in_flight: int = 0  # beyond what 1F1B needs; see ``orders.most_forwards``
+    loss_chunks: int = 1
+    chunks_open: bool = False
     group_order: tuple[int, ...] = ()  # groups of nodes in the order of ranks; of one kind: none
     shares: tuple[int, ...] = ()  # micro-batches of a data rank of each group; none: all alike
 
@@ -85,6 +90,7 @@ class Candidate:
             sequence_parallel=self.sequence_parallel if self.tp > 1 else None,
             loss_parallel=self.loss_parallel or self.tp == 1,
             recompute=self.recompute if by_op else "none",
+            loss_chunks=0 if self.chunks_open else self.loss_chunks,
         )
 
     @property
@@ -162,5 +168,6 @@ class Candidate:
             f"ZeRO {self.zero_stage}, recompute {self._recompute_text()}, {self.schedule}"
             + (f" × {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else "")
             + (f", {self.extra_in_flight} more in flight" if self.extra_in_flight else "")
+            + (f", loss in {self.loss_chunks} chunks" if self.loss_chunks > 1 else "")
             + self._order_text()
         )

@@ -90,7 +90,7 @@ class Estimator:
             self.cluster,
             global_batch_size=global_batch_size,
             model=self.search.divisible,
-            pin={"virtual_stages": 1, **equal, **pin},
+            pin={"virtual_stages": 1, "loss_chunks": 1, **equal, **pin},
         )
         in_order = [c for c in found if list(c.group_order) == sorted(c.group_order)]
         found = tuple(in_order)  # as the groups are in the cluster file

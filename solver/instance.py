@@ -13,6 +13,7 @@ from autopar.solver.costs.memory import itemsizes
 from autopar.solver.hardware import Cluster
 from autopar.solver.hardware.spec import Hardware
 from autopar.solver.layout.model_facts import ModelFacts, model_facts
+from autopar.solver.loss_chunks import check_chunks
 from autopar.solver.pins import Pins
 from autopar.solver.search import Progress, Search
 from autopar.solver.share_search import ShareSearch
@@ -92,6 +93,7 @@ def make_instance(
     facts = model_facts(model) if isinstance(model, ModelGraph) else model
     seq_len = seq_len or sequence_length(facts.model)
     pin = dict(pin or {})
+    check_chunks(facts, int(pin.get("loss_chunks", 1)))
     search = ShareSearch(
         facts, cluster, itemsizes(training), divisible(facts, seq_len), progress=progress
     )

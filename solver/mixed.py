@@ -16,10 +16,13 @@ import numpy as np
 
 from autopar.ir.plan import RecomputeName
 from autopar.solver.bounds import StageTimes
+from autopar.solver.candidates import Candidate
+from autopar.solver.costs.memory import Itemsizes
 from autopar.solver.facts import BlockCosts, Floats
 from autopar.solver.hardware import Cluster
 from autopar.solver.layout.frontier import FrontierPoint
 from autopar.solver.layout.model_facts import ModelFacts
+from autopar.solver.layout.outer import AxisTyping
 from autopar.solver.layout.problem import MemoryLimit, Problem, Solution
 from autopar.solver.settings import Setting
 from autopar.solver.sites import Sites
@@ -33,6 +36,7 @@ class MixedSetting:
     sites: Sites
     settings: Mapping[Cluster, Setting]
     _least: BlockCosts | None = None
+    _whole: BlockCosts | None = None
     _tight: BlockCosts | None = None
     _times: dict[tuple[str, RecomputeName], StageTimes] = field(default_factory=dict)
     _costs: dict[int, tuple[Solution, BlockCosts]] = field(default_factory=dict)
@@ -61,6 +65,18 @@ class MixedSetting:
         if self._least is None:
             self._least = self._joined_least({c: s.least for c, s in self.settings.items()})
         return self._least
+
+    @property
+    def whole(self) -> BlockCosts:
+        """See ``Setting``."""
+        if self._whole is None:
+            self._whole = self._joined_least({c: s.whole for c, s in self.settings.items()})
+        return self._whole
+
+    @property
+    def loss_chunks(self) -> int:
+        """See ``Setting``."""
+        return self._any.loss_chunks
 
     def tight(self) -> BlockCosts:
         """See ``Setting``."""
@@ -96,6 +112,22 @@ class MixedSetting:
             costs = {c: setting.costs(solution) for c, setting in self.settings.items()}
             self._costs[id(solution)] = solution, join_costs(self.sites, costs)
         return self._costs[id(solution)][1]
+
+    def chunked_costs(
+        self,
+        solution: Solution,
+        num_chunks: int,
+        data: AxisTyping,
+        candidate: Candidate,
+        sizes: Itemsizes,
+    ) -> BlockCosts | None:
+        """See ``Setting``."""
+        costs = {
+            cluster: setting.chunked_costs(solution, num_chunks, data, candidate, sizes)
+            for cluster, setting in self.settings.items()
+        }
+        found = {cluster: own for cluster, own in costs.items() if own is not None}
+        return join_costs(self.sites, found) if len(found) == len(costs) else None
 
     def never_fits(self, cluster: Cluster) -> bool:
         """See ``Setting``: on no group of nodes."""

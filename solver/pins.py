@@ -21,6 +21,7 @@ INTEGER_PINS = (
     "extra_in_flight",
     "sequence_parallel",
     "loss_parallel",
+    "loss_chunks",
 )
 CHOICE_PINS: Mapping[str, tuple[str, ...]] = {
     "recompute": get_args(RecomputeName),

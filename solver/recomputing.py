@@ -216,6 +216,11 @@ def choose_blocks(stager: Stager, cuts: Sequence[int]) -> Stager | None:
     return _recomputing(stager, tuple(sorted(chosen))) if chosen else None
 
 
+def again_on(stager: Stager, stage: int, cuts: Sequence[int]) -> tuple[int, ...] | None:
+    """Blocks of one stage that ``choose_blocks`` would choose; None where it cannot fit."""
+    return _choose_on(stager, stage, cuts, _saved_bytes(stager))
+
+
 def _choose_on(
     stager: Stager, stage: int, cuts: Sequence[int], saved: Floats
 ) -> tuple[int, ...] | None:

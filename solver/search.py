@@ -8,7 +8,8 @@ A candidate is refined in five steps, each when its bound is the lowest of all:
 2. the bound of ``bounds`` at the fastest layout of each kind, over all stage cuts by dynamic
    programming, runs that provably exceed memory left out;
 3. virtual stages, which have only one layout: the bound of that, with what it computes again; of
-   others: the bound over what a layout can trade of time for memory;
+   others: the bound over what a layout can trade of time for memory, or over the chunks of the loss
+   where tensor ranks have no layouts to choose from;
 4. solved: the fastest layout, the best cuts for it, and the simulator.
 
 The search ends when no bound is below the best simulated step, or after a fixed number of solved
@@ -27,9 +28,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from autopar.ir.loss_region import LossKind
 from autopar.ir.plan import RecomputeName
 from autopar.solver.bounds import StageTimes, exact_times
 from autopar.solver.candidates import Candidate, Divisible, Way
+from autopar.solver.chunk_choice import ChunkChoice
 from autopar.solver.costs.memory import Itemsizes
 from autopar.solver.cuts import best_cuts, layer_cuts
 from autopar.solver.data_axis import DataAxis
@@ -38,8 +41,9 @@ from autopar.solver.hardware import Cluster
 from autopar.solver.in_flight import in_flight, in_parts
 from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.problem import MemoryLimit, Solution
+from autopar.solver.loss_chunks import NUMBERS
 from autopar.solver.mixed import AnySetting, MixedSetting
-from autopar.solver.recomputing import again_s, choose_blocks, priced_again_s
+from autopar.solver.recomputing import again_s, priced_again_s
 from autopar.solver.runs import Runs
 from autopar.solver.schedule_bounds import any_order_s, scalar_bound_s, stage_bounds
 from autopar.solver.settings import Setting, make_setting
@@ -277,15 +281,31 @@ class Search:
     def layout_stager(
         self, candidate: Candidate, setting: AnySetting, solution: Solution
     ) -> Stager:
-        """With the costs of a layout, those of the data axis included."""
-        costs = self.data_axis.add_undivided(
-            setting.costs(solution),
+        """With the costs of a layout, those of the data axis included, and the loss whole."""
+        return self.stager(candidate, self._with_data_axis(candidate, setting.costs(solution)))
+
+    def _with_data_axis(self, candidate: Candidate, costs: BlockCosts) -> BlockCosts:
+        return self.data_axis.add_undivided(
+            costs,
             candidate.sites(self.cluster),
             dp=candidate.dp,
             tp=candidate.tp,
             micro_batch_size=candidate.micro_batch_size,
         )
-        return self.stager(candidate, costs)
+
+    def chunk_choice(
+        self, candidate: Candidate, setting: AnySetting, solution: Solution
+    ) -> ChunkChoice:
+        """The same with the loss in any number of chunks."""
+
+        def costs(num_chunks: int) -> BlockCosts | None:
+            found = setting.chunked_costs(
+                solution, num_chunks, self.data_axis.typing(), candidate, self.sizes
+            )
+            return None if found is None else self._with_data_axis(candidate, found)
+
+        whole = self.layout_stager(candidate, setting, solution)
+        return ChunkChoice(whole=whole, costs=costs, block=self.facts.loss_block)
 
     def rough_bound(self, candidate: Candidate) -> float:
         """Of all candidates with its degrees and micro-batches; infinite for what fits nowhere."""
@@ -381,6 +401,8 @@ class Search:
         """
         if self._has_one_layout(candidate):
             return min(bound for bound, _ in self._cut_bounds(candidate))
+        if candidate.tp == 1 and candidate.chunks_open:
+            return min(self._chunk_bound(variant) for variant in _variants(candidate))
         if candidate.recompute == "blocks" and candidate.tp > 1:
             return min(self._memory_bound(variant) for variant in _variants(candidate))
         return 0.0
@@ -389,26 +411,40 @@ class Search:
         """Of a candidate with one layout: cuts with what fits them."""
         if not self._has_one_layout(candidate):
             return 0.0
-        best = math.inf
-        stager = self._only_stager(candidate)
+        choice, best = self._only_choice(candidate), math.inf
         for bound, cuts in self._cut_bounds(candidate):
             if bound >= min(best, self._enough_s):
                 return min(best, bound)
-            chosen = self._within(stager, cuts)
+            chosen = choice.within(cuts)
             if chosen is not None:
                 best = min(best, least_cut_bound_s(chosen, exact_times(chosen), [cuts]))
         return best
 
     def _cut_bounds(self, candidate: Candidate) -> list[tuple[float, tuple[int, ...]]]:
         """Of a candidate with one layout: its cuts, those with the lowest bound first."""
-        stager = self._only_stager(candidate)
+        stager = self._only_choice(candidate).roomiest()
         all_cuts = self._cuts(candidate, stager)
         bounds = cut_bounds_s(stager, exact_times(stager), all_cuts).tolist()
         return sorted(zip(bounds, all_cuts, strict=True))
 
-    def _only_stager(self, candidate: Candidate) -> Stager:
+    def _only_choice(self, candidate: Candidate) -> ChunkChoice:
         setting = self.setting(candidate)
-        return self.layout_stager(candidate, setting, setting.solution(candidate.recompute))
+        return self.chunk_choice(candidate, setting, setting.solution(candidate.recompute))
+
+    def _chunk_bound(self, candidate: Candidate) -> float:
+        """Over all numbers of chunks, where ranks of the tensor axis have no choice of layouts."""
+        choice, best = self._only_choice(candidate), math.inf
+        for number in (1, *NUMBERS):
+            stager = choice.stager(number)
+            if stager is None:
+                continue
+            times, enough_s = exact_times(stager), min(best, self._enough_s)
+            bound = scalar_bound_s(candidate, times)
+            if bound < enough_s:
+                again = functools.partial(again_s, stager, exact=False)
+                bound = stage_bounds(stager, times, again).best_s(enough_s=enough_s)
+            best = min(best, bound)
+        return best
 
     def _is_best(self, candidate: Candidate, solved: Solved) -> bool:
         """Whether no plan of the candidate is faster: on a single stage and tensor rank there are
@@ -416,6 +452,7 @@ class Search:
         """
         is_single = candidate.pp == candidate.tp == 1 and len(_variants(candidate)) == 1
         is_single = is_single and not solved.candidate.recomputed_blocks
+        is_single = is_single and solved.candidate.loss_chunks == candidate.loss_chunks
         return is_single or self._has_one_layout(candidate)
 
     def _has_one_layout(self, candidate: Candidate) -> bool:
@@ -424,17 +461,12 @@ class Search:
         """
         return candidate.virtual_stages > 1
 
-    def _within(self, stager: Stager, cuts: tuple[int, ...]) -> Stager | None:
-        """With its recomputed blocks chosen, or as it is; None where it does not fit."""
-        if stager.candidate.recompute == "blocks":
-            return choose_blocks(stager, cuts)
-        return stager if stager.fits(cuts) else None
-
     def solve_anyway(self, candidate: Candidate) -> Solved:
         """The candidate with its fastest layout, whether or not it fits into memory."""
         setting = self.setting(candidate)
         solution = setting.solution(candidate.recompute)
-        stager = self.layout_stager(candidate, setting, solution)
+        choice = self.chunk_choice(candidate, setting, solution)
+        stager = choice.pinned() or choice.whole
         times = exact_times(stager)
         found = self._cuts(candidate, stager, times)
         if not found:  # no cuts fit: those that are fastest
@@ -448,7 +480,8 @@ class Search:
     def made_again(self, candidate: Candidate, solution: Solution, cuts: tuple[int, ...]) -> Solved:
         """What was solved elsewhere, of which these are known."""
         setting = self.setting(candidate)
-        stager = self.layout_stager(candidate, setting, solution)
+        choice = self.chunk_choice(candidate, setting, solution)
+        stager = choice.pinned() or choice.whole
         return simulate_cuts(candidate, setting, solution, stager, cuts)
 
     def solve(self, candidate: Candidate) -> Solved | None:
@@ -487,22 +520,23 @@ class Search:
     def _with_layout(
         self, candidate: Candidate, setting: AnySetting, solution: Solution
     ) -> Solved | None:
-        stager = self.layout_stager(candidate, setting, solution)
-        found: list[Solved] = []
+        choice, found = self.chunk_choice(candidate, setting, solution), list[Solved]()
         tried = [
-            self._cuts(variant, replace(stager, candidate=variant))
+            self._cuts(variant, replace(choice.whole, candidate=variant))
             for variant in _variants(candidate)
         ]
+        if candidate.loss_chunks > 1 or not any(map(choice.is_roomy, tried)):
+            tried.append(self._cuts(candidate, choice.roomiest()))
         for cuts in dict.fromkeys(itertools.chain.from_iterable(tried)):
-            solved = self._simulated(stager, setting, solution, cuts)
+            solved = self._simulated(choice, setting, solution, cuts)
             found += [solved] if solved is not None else []
         return min(found, key=lambda solved: solved.step_s, default=None)
 
     def _simulated(
-        self, stager: Stager, setting: AnySetting, solution: Solution, cuts: tuple[int, ...]
+        self, choice: ChunkChoice, setting: AnySetting, solution: Solution, cuts: tuple[int, ...]
     ) -> Solved | None:
         """With these cuts; None where it does not fit."""
-        chosen = self._within(stager, cuts)
+        chosen = choice.within(cuts)
         if chosen is None:
             return None
         return simulate_cuts(chosen.candidate, setting, solution, chosen, cuts)
@@ -513,13 +547,13 @@ class Search:
         """
         if candidate.cuts == "even" or candidate.virtual_stages > 1:
             return solved
-        stager = replace(solved.stager, candidate=candidate)
+        choice = self.chunk_choice(candidate, solved.setting, solved.solution)
         tried, left = {solved.cuts}, _MOST_NEAR
         while left > 0:
             found: list[Solved] = []
             for cuts in _near_cuts(solved)[:left]:
                 if cuts not in tried:
-                    near = self._simulated(stager, solved.setting, solved.solution, cuts)
+                    near = self._simulated(choice, solved.setting, solved.solution, cuts)
                     found += [near] if near is not None else []
                 tried.add(cuts)
             left -= len(found)
@@ -537,7 +571,7 @@ class Search:
             num = candidate.pp * candidate.virtual_stages
             return (layer_cuts(self.facts.model, num),)
         if candidate.virtual_stages > 1:
-            return virtual_cuts(self.stager(candidate, self.setting(candidate).least))
+            return virtual_cuts(self.stager(candidate, self.setting(candidate).whole))
         times = exact_times(stager) if times is None else times
         bounds = stage_bounds(stager, times)
         bound, cuts = best_cuts(bounds, bounds.reach)
@@ -571,16 +605,21 @@ class Search:
         blocks = np.concatenate([np.arange(first, last + 1) for first, last in runs])
         causes = stager.bytes_by_cause(stage, cuts)
         share = 1 + stager.sites.memory[stage].fragmentation
-        least = setting.least.held_bytes[blocks]
+        least = stager.costs.held_bytes[blocks]
         once = setting.least.again(candidate.recompute)[blocks]
         lengths = [last + 1 - first for first, last in runs]
         moments = np.repeat(in_flight(candidate, stage), lengths, axis=1)
         flying = moments[np.argmax(moments @ (least * (1 - once)))]
         counted = float((least * once).max() + (least * (1 - once)) @ flying)
         rest = sum(causes.values()) - counted * share
-        copies = []
+        copies, in_chunks = [], None
+        if setting.loss_chunks != 1 and isinstance(self.facts.loss, LossKind):
+            in_chunks = self.facts.loss.kind.name
         for name in setting.problem.kinds:
             own = [self.facts.model.blocks[block].kind == name for block in blocks]
+            if name == in_chunks:
+                copies.append(0.0)  # what it keeps is no longer what the problem says
+                continue
             kept = float(((1 - once) * flying)[own].sum())
             copies.append(kept + any(once[own]))
         return MemoryLimit(

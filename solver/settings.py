@@ -12,13 +12,16 @@ import numpy as np
 from torch import fx
 
 from autopar.ir.kernels import KernelSet, parse_kernels
-from autopar.ir.mesh import TENSOR_AXIS
+from autopar.ir.loss_region import LossKind, LossRegion, loss_region
+from autopar.ir.mesh import DATA_AXIS, TENSOR_AXIS
 from autopar.ir.plan import RecomputeName
 from autopar.ir.recompute import recomputed_nodes
 from autopar.solver.bounds import StageTimes
-from autopar.solver.candidates import Way
+from autopar.solver.candidates import Candidate, Way
 from autopar.solver.costs.comm import Links, group_of
 from autopar.solver.costs.kernels import Kernels
+from autopar.solver.costs.memory import Itemsizes
+from autopar.solver.costs.parameters import ParameterCosts
 from autopar.solver.costs.saved import replayed_nodes
 from autopar.solver.facts import (
     BlockCosts,
@@ -33,6 +36,7 @@ from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.frontier import FrontierPoint
 from autopar.solver.layout.make import make_problem
 from autopar.solver.layout.model_facts import ModelFacts
+from autopar.solver.layout.outer import AxisTyping
 from autopar.solver.layout.problem import (
     TIE_BREAK_S_PER_BYTE,
     KindCost,
@@ -43,6 +47,14 @@ from autopar.solver.layout.problem import (
 )
 from autopar.solver.layout.solve import ProblemSolver
 from autopar.solver.layout.state import AxisRule
+from autopar.solver.loss_chunks import (
+    NUMBERS,
+    ChunkedCost,
+    chunked_cost,
+    least_in_chunks,
+    loss_layout,
+    with_loss,
+)
 from autopar.solver.typed_axes import TypedAxes
 
 _PRICE = 1e-9
@@ -63,8 +75,11 @@ class Setting:
     ep: int
     tp: int
     micro_batch_size: int
+    coster: Coster
     problem: Problem
     least: BlockCosts
+    whole: BlockCosts  # ``least`` where the loss is in one chunk
+    loss_chunks: int = 1  # 0: any number
     _solutions: dict[tuple[RecomputeName, tuple[MemoryLimit, ...]], Solution] = field(
         default_factory=dict
     )
@@ -78,6 +93,9 @@ class Setting:
     _kind_frontiers: tuple[tuple[list[int], tuple[FrontierPoint, ...]], ...] | None = None
     _priced: dict[tuple[float, float], Floats] = field(default_factory=dict)
     _fastest: KindCost | None = None
+    _chunked: dict[tuple[int, bool, int], tuple[Solution, ChunkedCost | None]] = field(
+        default_factory=dict, repr=False
+    )
 
     def solution(self, recompute: RecomputeName, limits: Sequence[MemoryLimit] = ()) -> Solution:
         """The layout that computes all blocks once in the least time, within memory limits."""
@@ -108,6 +126,58 @@ class Setting:
             costs = layout_costs(self.facts, self.problem, kinds, solution.states)
             self._costs[id(solution)] = solution, costs
         return self._costs[id(solution)][1]
+
+    def chunked_costs(
+        self,
+        solution: Solution,
+        num_chunks: int,
+        data: AxisTyping,
+        candidate: Candidate,
+        sizes: Itemsizes,
+    ) -> BlockCosts | None:
+        """``costs`` with the loss in so many chunks; None where that cannot be.
+
+        Args:
+            data: Typing on the data axis.
+            candidate: One of this setting.
+            sizes: Of gradients that are added up.
+        """
+        key = (id(solution), candidate.dp > 1, num_chunks)
+        if key not in self._chunked:
+            cost = self._chunked_cost(solution, num_chunks, data, candidate)
+            self._chunked[key] = solution, cost
+        found = self._chunked[key][1]
+        if found is None:
+            return None
+        adding_s = ParameterCosts(self.cluster.hardware, sizes).adding_s(
+            (num_chunks - 1) * found.num_parameters,
+            (num_chunks - 1) * found.numel,
+            num_micro_batches=num_chunks,
+        )
+        return with_loss(self.costs(solution), self.facts.loss_block, found, adding_s)
+
+    def _chunked_cost(
+        self, solution: Solution, num_chunks: int, data: AxisTyping, candidate: Candidate
+    ) -> ChunkedCost | None:
+        own = self.facts.loss
+        if not isinstance(own, LossKind):
+            return None
+        typed = {DATA_AXIS: data, **self.axes.typings(cp=self.cp, ep=self.ep)}
+        region = loss_region(
+            own,
+            loss_layout(self.facts, own, self.problem, solution, typed),
+            self.facts.rules[own.kind.name],
+            degrees=candidate.mesh().degrees(),
+            batch=self.micro_batch_size * candidate.batch_ranks,
+            num_chunks=num_chunks,
+        )
+        if not isinstance(region, LossRegion):
+            return None
+        batch = self.micro_batch_size
+        comm = self.axes.comm(cp=self.cp, ep=self.ep, tp=self.tp, micro_batch_size=batch)
+        return chunked_cost(
+            own, region, self.problem, solution, self.coster, comm, num_chunks=num_chunks
+        )
 
     def never_fits(self, cluster: Cluster) -> bool:
         """Whether one block by itself, its parameters sharded away, is too large for a rank of
@@ -167,6 +237,8 @@ class Setting:
                     both[own] = np.maximum(both[own], self._least(kind, 1 + repeated, 1.0))
                     forward[own] = np.maximum(forward[own], self._least(kind, 1.0, 0.0))
                     backward[own] = np.maximum(backward[own], self._least(kind, repeated, 1.0))
+            if self.loss_chunks != 1:  # its forward may come in backward
+                forward[self.facts.loss_block] = 0.0
             self._times[recompute] = replace(
                 roofline, both=both, forward=both - backward, backward=both - forward
             )
@@ -216,7 +288,8 @@ class Setting:
             for kind in range(len(self.problem.kinds) if self.tp > 1 else 0):
                 own = self._blocks_of(kind)
                 forward[own] = np.maximum(forward[own], self._least(kind, 1.0, 0.0))
-                held[own] = np.maximum(held[own], self._least(kind, 0.0, 0.0, _PRICE) / _PRICE)
+                if self.loss_chunks == 1 or self.facts.loss_block not in own:
+                    held[own] = np.maximum(held[own], self._least(kind, 0.0, 0.0, _PRICE) / _PRICE)
             self._tight = replace(self.least, forward_s=forward, held_bytes=held)
         return self._tight
 
@@ -345,6 +418,9 @@ def make_setting(
         way=way,
     )
     problem = layout_problem(facts, axes, coster, cp=cp, ep=ep, way=way)
+    whole = least = least_costs(facts, problem, least_kind_costs(problem))
+    if way.loss_chunks != 1:
+        least = least_in_chunks(facts, problem, least, way.loss_chunks or min(NUMBERS))
     return Setting(
         facts=facts,
         cluster=cluster,
@@ -353,8 +429,11 @@ def make_setting(
         ep=ep,
         tp=tp,
         micro_batch_size=micro_batch_size,
+        coster=coster,
         problem=problem,
-        least=least_costs(facts, problem, least_kind_costs(problem)),
+        least=least,
+        whole=whole,
+        loss_chunks=way.loss_chunks,
     )
 
 

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from autopar.solver.candidates import Candidate
+from autopar.solver.facts import BlockCosts
 from autopar.solver.hardware import Cluster
 from autopar.solver.hardware.spec import Overlap
 from autopar.solver.layout.problem import Solution
 from autopar.solver.mixed import MixedSetting
 from autopar.solver.recomputing import choose_blocks
 from autopar.solver.search import Search
+from autopar.solver.settings import Setting
 from autopar.solver.solved import Solved, solved_together
 from autopar.solver.stages import Stager
 
@@ -79,9 +81,17 @@ class ShareSearch(Search):
         """Costs of a layout on each group of nodes, with the micro-batches of its data ranks."""
         settings = self._settings(candidate)
         return [
-            Stager(cluster, own, settings.settings[cluster].costs(solution), self.sizes)
+            Stager(cluster, own, self._costs(own, settings.settings[cluster], solution), self.sizes)
             for cluster, own in _alone(candidate, settings)
         ]
+
+    def _costs(self, own: Candidate, setting: Setting, solution: Solution) -> BlockCosts:
+        """Of a layout, with the loss in as many chunks as are pinned."""
+        number, data = own.loss_chunks, self.data_axis.typing()
+        found = None
+        if number > 1:
+            found = setting.chunked_costs(solution, number, data, own, self.sizes)
+        return setting.costs(solution) if found is None else found
 
     def _settings(self, candidate: Candidate) -> MixedSetting:
         setting = self.setting(candidate)

@@ -186,6 +186,7 @@ def make_plan(
             virtual_stages=candidate.virtual_stages,
             recomputed_blocks=candidate.recomputed_blocks,
             extra_in_flight=candidate.extra_in_flight,
+            loss_chunks=candidate.loss_chunks,
         ),
         training=training,
         pins=instance.pin,

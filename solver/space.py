@@ -179,10 +179,12 @@ def _of_mesh(
                         loss_parallel=bool(pin.get("loss_parallel", 1)),
                         cuts=cast("CutsName", pin.get("cuts", "balanced")),
                         extra_in_flight=int(pin.get("extra_in_flight", 0)),
+                        loss_chunks=int(pin.get("loss_chunks", 1)),
+                        chunks_open="loss_chunks" not in pin and not shares,
                         group_order=order,
                         shares=shares,
                     )
-                    if _holds(candidate, pin):
+                    if _holds(candidate, pin) and _shares_tokens(candidate, model):
                         yield candidate
 
 
@@ -267,6 +269,13 @@ def _holds(candidate: Candidate, pin: Pins) -> bool:
     is_short = candidate.num_micro_batches < candidate.pp and candidate.schedule != "layered"
     is_short = is_short and candidate.virtual_stages > 1
     return not is_short or "virtual_stages" in pin
+
+
+def _shares_tokens(candidate: Candidate, model: Divisible) -> bool:
+    """Whether chunks of the loss can have as many sequences each, or as many positions."""
+    chunks, positions = candidate.loss_chunks, model.seq_len or 1
+    by_position = positions % (candidate.cp * chunks) == 0
+    return candidate.micro_batch_size % chunks == 0 or by_position
 
 
 def divisors(number: int) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ INTEGER_PINS = (
     "extra_in_flight",
     "sequence_parallel",
     "loss_parallel",
+    "loss_chunks",
 )
 CHOICE_PINS = {
     "recompute": ("none", "selective", "selective_op", "selective_layer", "blocks", "full"),

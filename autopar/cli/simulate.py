@@ -40,6 +40,7 @@ def _text(plan: Plan, simulation: api.Simulation) -> str:
     schedule, batch = plan.schedule, plan.batch
     virtual = f" × {schedule.virtual_stages} virtual stages" * (schedule.virtual_stages > 1)
     extra = f", {schedule.extra_in_flight} more in flight" * (schedule.extra_in_flight > 0)
+    extra += f", loss in {schedule.loss_chunks} chunks" * (schedule.loss_chunks > 1)
     title = (
         f"step {seconds_text(simulation.step_s)}: {schedule.name}{virtual}{extra}, ZeRO stage "
         f"{schedule.zero_stage}, {batch.num_micro_batches} micro-batches"

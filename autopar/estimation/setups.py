@@ -19,7 +19,8 @@ def pins_of(row: EstimateRow) -> dict[str, int | str]:
     ZeRO over one rank shards nothing, and is stage 0; so are positions along a tensor axis of one
     rank not shared. Layers are spread evenly over stages, as frameworks do it. A head that is tied
     to Megatron-LM's sharded embedding shares its vocabulary in the loss, too; an untied one (of
-    ``swiglu`` models) gives whole logits: without that, runs fit that ran out of memory.
+    ``swiglu`` models) gives whole logits: without that, runs fit that ran out of memory. None
+    of the frameworks computes its loss in chunks.
     """
     return {
         "tp": row.tp,
@@ -34,6 +35,7 @@ def pins_of(row: EstimateRow) -> dict[str, int | str]:
         "cuts": "even",
         "sequence_parallel": int(row.seq_parallel and row.tp > 1),
         "loss_parallel": int(row.shape.mlp != "swiglu"),
+        "loss_chunks": 1,
         "kernel": row.kernel,
         "precision": row.precision,
         "comm_precision": row.comm_precision,

@@ -132,7 +132,7 @@ class SchedulePlan:
     """Order of the work: schedule, recomputation, ZeRO stage, virtual stages on each stage; and by
     which kernels it is done (``autopar.ir.kernels``). ``recomputed_blocks`` are those of
     ``recompute`` "blocks"; ``extra_in_flight`` are micro-batches that stages run ahead more than
-    1F1B needs.
+    1F1B needs. The loss is computed in ``loss_chunks`` slices of a micro-batch's tokens.
     """
 
     name: ScheduleName
@@ -142,6 +142,7 @@ class SchedulePlan:
     virtual_stages: int = 1
     recomputed_blocks: tuple[int, ...] = ()
     extra_in_flight: int = 0
+    loss_chunks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
@@ -636,6 +637,7 @@ def _check_settings(plan: Plan, where: str) -> None:
             extra,
             extra == 0 or (extra > 0 and schedule.name in DEEPENED),
         ),
+        "schedule.loss_chunks": (schedule.loss_chunks, schedule.loss_chunks >= 1),
         "training.learning_rate": (training.learning_rate, 0 <= training.learning_rate < math.inf),
         "training.weight_decay": (training.weight_decay, 0 <= training.weight_decay < math.inf),
         "training.eps": (training.eps, 0 <= training.eps < math.inf),

@@ -56,6 +56,7 @@ class Layout:
             "sequence_parallel": int(self.sequence_parallel and self.tp > 1),
             "kernel": self.kernel,
             "cuts": "even",
+            "loss_chunks": 1,
         }
 
     @property

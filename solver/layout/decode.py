@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from torch import fx
 
 from autopar.ir.graph import BlockKind, ModelGraph
-from autopar.ir.layout import Layout, NodeTyping
+from autopar.ir.layout import KindLayout, Layout, NodeTyping
 from autopar.ir.mesh import LAYOUT_AXES
 from autopar.ir.placement import INVARIANT, Placement, State
 from autopar.solver.layout.classes import Classes
-from autopar.solver.layout.outer import AxisTyping
+from autopar.solver.layout.outer import AxisTyping, KindStates
 from autopar.solver.layout.problem import Problem, Solution
 
 
@@ -20,55 +20,63 @@ def axis_typing(
     model: ModelGraph, classes: Classes, problem: Problem, solution: Solution
 ) -> AxisTyping:
     """What each node demands and gives on the axis of ``problem``."""
-    chosen = {
-        (problem.kinds[op.kind], op.node): op.options[choice].option
-        for op, choice in zip(problem.ops, solution.choices, strict=True)
+    return {
+        name: kind_typing(kind, classes, problem, solution) for name, kind in model.kinds.items()
     }
 
-    def state_of(kind: str, side: str, index: int) -> State:
-        number = classes.of[kind, side, index]
+
+def kind_typing(
+    kind: BlockKind, classes: Classes, problem: Problem, solution: Solution
+) -> KindStates:
+    """``axis_typing`` of one kind."""
+    chosen = {
+        op.node: op.options[choice].option
+        for op, choice in zip(problem.ops, solution.choices, strict=True)
+        if problem.kinds[op.kind] == kind.name
+    }
+
+    def state_of(side: str, index: int) -> State:
+        number = classes.of[kind.name, side, index]
         return problem.classes[number].states[solution.states[number]]
 
-    def of_kind(kind: BlockKind) -> dict[str, tuple[tuple[State, ...], tuple[State, ...]]]:
-        found: dict[str, tuple[tuple[State, ...], tuple[State, ...]]] = {}
-        placeholders = {node: index for index, node in enumerate(kind.placeholders)}
-        for node in kind.graph.nodes:
-            if node in placeholders:
-                found[node.name] = ((), (state_of(kind.name, "in", placeholders[node]),))
-            elif node.op == "output":
-                delivered = range(len(kind.outputs))
-                found[node.name] = (tuple(state_of(kind.name, "out", i) for i in delivered), ())
-            elif node.target is operator.getitem:
-                source, element = node.args
-                assert isinstance(source, fx.Node)
-                assert isinstance(element, int)
-                found[node.name] = ((), (found[source.name][1][element],))
-            else:
-                option = chosen[kind.name, node.name]
-                found[node.name] = (option.operands, option.results)
-        return found
-
-    return {name: of_kind(kind) for name, kind in model.kinds.items()}
+    found: dict[str, tuple[tuple[State, ...], tuple[State, ...]]] = {}
+    placeholders = {node: index for index, node in enumerate(kind.placeholders)}
+    for node in kind.graph.nodes:
+        if node in placeholders:
+            found[node.name] = ((), (state_of("in", placeholders[node]),))
+        elif node.op == "output":
+            delivered = range(len(kind.outputs))
+            found[node.name] = (tuple(state_of("out", i) for i in delivered), ())
+        elif node.target is operator.getitem:
+            source, element = node.args
+            assert isinstance(source, fx.Node)
+            assert isinstance(element, int)
+            found[node.name] = ((), (found[source.name][1][element],))
+        else:
+            option = chosen[node.name]
+            found[node.name] = (option.operands, option.results)
+    return found
 
 
 def join_axes(typings: Mapping[str, AxisTyping]) -> Layout:
     """The layout over all layout axes, from typings of some; on the others everything is ``I``."""
     first = next(iter(typings.values()))
+    return {
+        kind: join_kind({axis: typing[kind] for axis, typing in typings.items()}) for kind in first
+    }
 
-    def joined(kind: str, node: str, side: int) -> tuple[Placement, ...]:
-        count = len(first[kind][node][side])
+
+def join_kind(typings: Mapping[str, KindStates]) -> KindLayout:
+    """``join_axes`` of one kind."""
+    first = next(iter(typings.values()))
+
+    def joined(node: str, side: int) -> tuple[Placement, ...]:
         return tuple(
             tuple(
-                typings[axis][kind][node][side][index] if axis in typings else INVARIANT
+                typings[axis][node][side][index] if axis in typings else INVARIANT
                 for axis in LAYOUT_AXES
             )
-            for index in range(count)
+            for index in range(len(first[node][side]))
         )
 
-    return {
-        kind: {
-            node: NodeTyping(operands=joined(kind, node, 0), results=joined(kind, node, 1))
-            for node in nodes
-        }
-        for kind, nodes in first.items()
-    }
+    return {node: NodeTyping(operands=joined(node, 0), results=joined(node, 1)) for node in first}

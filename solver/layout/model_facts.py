@@ -13,6 +13,7 @@ from torch import fx
 from autopar.ir.graph import ModelGraph, Role, info
 from autopar.ir.kernels import KernelSet
 from autopar.ir.layout import operands_of
+from autopar.ir.loss_region import LossKind, NoLossRegion, loss_kind, most_in_chunks
 from autopar.ir.placement import sharded
 from autopar.ir.plan import RecomputeName
 from autopar.ir.recompute import recomputed_blocks
@@ -41,6 +42,7 @@ class ModelFacts:
         weights: For each kind, the ops whose weights can have their gradients later, and which of
             their operands these are (``ir.weight_parts``); none of the kind that makes the loss.
         positions: Sizes of the dims along which causal attention can be split.
+        loss: The kind that makes the loss, or why it cannot be computed in chunks.
         frames: Choices on an axis that were made already, by what they depend on.
     """
 
@@ -53,9 +55,28 @@ class ModelFacts:
     num_experts: int
     weights: Mapping[str, Mapping[fx.Node, tuple[int, ...]]]
     positions: frozenset[int]
+    loss: LossKind | NoLossRegion
     frames: dict[Hashable, tuple[Frame, object]] = field(default_factory=dict, repr=False)
     _repeated: dict[RecomputeName, NDArray[np.float64]] = field(default_factory=dict, repr=False)
+    _in_chunks: dict[int, frozenset[str]] = field(default_factory=dict, repr=False)
     _styles: dict[KernelSet, Mapping[fx.Node, NodeStyle]] = field(default_factory=dict, repr=False)
+
+    @property
+    def loss_block(self) -> int:
+        """The block that makes the loss."""
+        return self.model.producer(self.model.loss)[0]
+
+    def most_in_chunks(self, num_chunks: int) -> frozenset[str]:
+        """Nodes of the kind that makes the loss that may run in so many chunks, under any layout;
+        none where nothing can.
+        """
+        if num_chunks not in self._in_chunks:
+            found: frozenset[str] = frozenset()
+            if isinstance(self.loss, LossKind):
+                most = most_in_chunks(self.loss, self.rules[self.loss.kind.name], num_chunks)
+                found = most if isinstance(most, frozenset) else found
+            self._in_chunks[num_chunks] = found
+        return self._in_chunks[num_chunks]
 
     def styles(self, kernels: KernelSet) -> Mapping[fx.Node, NodeStyle]:
         """The style of every op under ``kernels``; the same object for the same question."""
@@ -117,6 +138,7 @@ def model_facts(model: ModelGraph) -> ModelFacts:
         num_experts=math.gcd(*experts.values()),
         weights=_later_weights(model),
         positions=_causal_positions(rules),
+        loss=loss_kind(model),
     )
 
 

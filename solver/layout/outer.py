@@ -20,8 +20,11 @@ from autopar.ir.placement import State
 from autopar.ir.rules.call import Call
 from autopar.solver.layout.state import grows
 
-AxisTyping = Mapping[str, Mapping[str, tuple[tuple[State, ...], tuple[State, ...]]]]
-"""Kind → node → states of its operands and of its results, on one axis."""
+KindStates = Mapping[str, tuple[tuple[State, ...], tuple[State, ...]]]
+"""Node → states of its operands and of its results, on one axis."""
+
+AxisTyping = Mapping[str, KindStates]
+"""The same of each kind."""
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 

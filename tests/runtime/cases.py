@@ -62,6 +62,7 @@ class Setup:
     sequence: bool = False
     complete: str | None = None
     extra_in_flight: int = 0
+    loss_chunks: int = 1
 
     def __str__(self) -> str:
         degrees = "".join(
@@ -70,6 +71,7 @@ class Setup:
         modular = "-modular" if self.modular else ""
         return (
             f"{self.name}-{degrees}-{self.schedule}{modular}-zero{self.zero_stage}-{self.recompute}"
+            + f"-{self.loss_chunks}chunks" * (self.loss_chunks > 1)
         )
 
 
@@ -149,6 +151,7 @@ def make_plan(setup: Setup) -> Plan:
             zero_stage=setup.zero_stage,
             kernels=setup.kernels,
             extra_in_flight=setup.extra_in_flight,
+            loss_chunks=setup.loss_chunks,
         ),
         segments=[
             SegmentPlan(stage=stage, first_block=block, last_block=block)

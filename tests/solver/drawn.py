@@ -186,7 +186,8 @@ def instances(
     training, batch = draw(TRAININGS), draw(batches(cluster))
     shares = st.sampled_from([None, None, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5])
     share, *others = [draw(shares) for _ in cluster.groups]
-    found = made(model, cluster, batch, training)
+    pin: dict[str, int | str] = draw(st.sampled_from([{}, {"loss_chunks": 1}, {"loss_chunks": 1}]))
+    found = made(model, cluster, batch, training, pin)
     names = draw(st.permutations(DECISIONS))
     like = draw(st.integers(0, 2**16))
     found = narrowed(found, names, like, max_candidates)
@@ -214,7 +215,7 @@ def made(
 def narrowed(instance: Instance, names: Sequence[str], like: int, max_candidates: int) -> Instance:
     """With decisions pinned one after the other, until few candidates are left."""
     chosen: Candidate = instance.candidates[like % len(instance.candidates)]
-    pin: dict[str, int | str] = {}
+    pin = dict(instance.pin)
     for name in names:
         if len(instance.candidates) <= max_candidates:
             break

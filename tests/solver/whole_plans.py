@@ -19,8 +19,8 @@ from autopar.ir.plan import RecomputeName
 from autopar.solver.candidates import Candidate
 from autopar.solver.facts import Floats
 from autopar.solver.layout.problem import Solution
+from autopar.solver.loss_chunks import NUMBERS
 from autopar.solver.mixed import AnySetting
-from autopar.solver.recomputing import choose_blocks
 from autopar.solver.search import Search
 from autopar.solver.share_search import ShareSearch
 from autopar.solver.solved import Solved, simulate_cuts
@@ -97,16 +97,13 @@ class WholePlans:
 
     def _virtual_plans(self, candidate: Candidate) -> Iterator[Solved]:
         """With virtual stages the space has one layout, a few cuts, and for each the blocks that
-        have to be computed again.
+        have to be computed again, and the chunks of the loss.
         """
         search, setting = self.search, self.search.setting(candidate)
         solution = setting.solution(candidate.recompute)
-        stager = search.layout_stager(candidate, setting, solution)
-        for cuts in virtual_cuts(search.stager(candidate, setting.least)):
-            if candidate.recompute == "blocks":
-                chosen = choose_blocks(stager, cuts)
-            else:
-                chosen = stager if _fits(stager, cuts) else None
+        choice = search.chunk_choice(candidate, setting, solution)
+        for cuts in virtual_cuts(search.stager(candidate, setting.whole)):
+            chosen = choice.within(cuts)
             if chosen is not None:
                 yield simulate_cuts(chosen.candidate, setting, solution, chosen, cuts)
 
@@ -126,7 +123,15 @@ class _Layouts:
         solutions: Sequence[Solution],
     ) -> None:
         self.candidate, self.setting = candidate, setting
-        stagers = [search.layout_stager(candidate, setting, found) for found in solutions]
+        choices = [search.chunk_choice(candidate, setting, found) for found in solutions]
+        numbers = (1, *NUMBERS) if candidate.chunks_open else (candidate.loss_chunks,)
+        variants = [
+            (choice.stager(number), solution)
+            for choice, solution in zip(choices, solutions, strict=True)
+            for number in numbers
+        ]
+        found = [(stager, solution) for stager, solution in variants if stager is not None]
+        stagers, solutions = zip(*found, strict=True)
         costs = np.array([_costs(stager) for stager in stagers])
         order = np.argsort(costs.sum(axis=1), kind="stable").tolist()
         self.solutions = [solutions[number] for number in order]
@@ -188,12 +193,13 @@ class _Layouts:
         if self.candidate.recompute != "blocks":
             return self.stagers[number]
         if not blocks:
-            nothing = dataclasses.replace(self.candidate, recompute="none")
+            nothing = dataclasses.replace(self.stagers[number].candidate, recompute="none")
             return dataclasses.replace(self.stagers[number], candidate=nothing)
         return self.with_blocks(number, blocks)
 
     def with_blocks(self, number: int, blocks: Blocks) -> Stager:
-        chosen = dataclasses.replace(self.candidate, recomputed_blocks=tuple(sorted(blocks)))
+        candidate = self.stagers[number].candidate
+        chosen = dataclasses.replace(candidate, recomputed_blocks=tuple(sorted(blocks)))
         return dataclasses.replace(self.stagers[number], candidate=chosen)
 
 
