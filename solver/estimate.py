@@ -12,7 +12,7 @@ from autopar.solver.costs.memory import itemsizes
 from autopar.solver.hardware import Cluster
 from autopar.solver.instance import divisible, sequence_length
 from autopar.solver.layout.model_facts import ModelFacts, model_facts
-from autopar.solver.pins import Pins
+from autopar.solver.pins import GROUP_PIN, Pins
 from autopar.solver.predict import predict
 from autopar.solver.share_search import ShareSearch
 from autopar.solver.space import candidates
@@ -85,15 +85,16 @@ class Estimator:
         Raises:
             InputError: A pin cannot hold, or something is left open.
         """
-        equal: Pins = {"shares": "equal"} if self.cluster.is_mixed else {}
+        as_given: Pins = {}
+        if self.cluster.is_mixed:
+            order = ",".join(group.name for group in self.cluster.groups)
+            as_given = {"shares": "equal", GROUP_PIN: order}
         found = candidates(
             self.cluster,
             global_batch_size=global_batch_size,
             model=self.search.divisible,
-            pin={"virtual_stages": 1, "loss_chunks": 1, **equal, **pin},
+            pin={"virtual_stages": 1, "loss_chunks": 1, **as_given, **pin},
         )
-        in_order = [c for c in found if list(c.group_order) == sorted(c.group_order)]
-        found = tuple(in_order)  # as the groups are in the cluster file
         only = found[0]
         names = [
             field.name

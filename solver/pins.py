@@ -30,6 +30,7 @@ CHOICE_PINS: Mapping[str, tuple[str, ...]] = {
     "shares": ("balanced", "equal"),
 }
 KERNEL_PIN = "kernel"
+GROUP_PIN = "group_order"
 _RANGES: Mapping[str, tuple[int, int | None]] = {
     "zero_stage": (0, 3),
     "sequence_parallel": (0, 1),
@@ -53,8 +54,10 @@ def check_pins(pin: Pins, cluster: Cluster, global_batch_size: int) -> None:
                 raise InputError(f"{name}={value!r} is pinned; it can be {options}")
         elif name == KERNEL_PIN:
             parse_kernels(str(value))
+        elif name == GROUP_PIN:
+            pinned_order(pin, cluster)
         elif name not in INTEGER_PINS:
-            known = ", ".join((*INTEGER_PINS, *CHOICE_PINS, KERNEL_PIN))
+            known = ", ".join((*INTEGER_PINS, *CHOICE_PINS, KERNEL_PIN, GROUP_PIN))
             raise InputError(f"nothing is called {name!r}, so that it cannot be pinned", hint=known)
         else:
             _check_integer(name, value)
@@ -147,6 +150,25 @@ def _check_experts(ep: int, model: Divisible) -> None:
 
 def pinned_degrees(pin: Pins) -> dict[str, int]:
     return {name: int(pin[name]) for name in DEGREES if name in pin}
+
+
+def pinned_order(pin: Pins, cluster: Cluster) -> tuple[int, ...] | None:
+    """The order of a cluster's groups of nodes that is pinned by their names: their positions in
+    the file. None where it is not pinned.
+
+    Raises:
+        InputError: They are not those of the cluster.
+    """
+    if GROUP_PIN not in pin:
+        return None
+    names = [group.name for group in cluster.groups]
+    wanted = [name.strip() for name in str(pin[GROUP_PIN]).split(",")]
+    if sorted(wanted) != sorted(names) or not cluster.is_mixed:
+        known = (
+            f"all of {', '.join(names)}" if cluster.is_mixed else "nothing: nodes are of one kind"
+        )
+        raise InputError(f"group_order={pin[GROUP_PIN]!r} is pinned; it can be {known}")
+    return tuple(map(names.index, wanted))
 
 
 def fixes_gpus(degrees: Mapping[str, int]) -> bool:

@@ -12,7 +12,7 @@ from autopar.ir.units import seconds_text
 from autopar.solver.candidates import Candidate
 from autopar.solver.hardware import Cluster
 from autopar.solver.instance import Instance, make_instance
-from autopar.solver.pins import KERNEL_PIN, Pins
+from autopar.solver.pins import GROUP_PIN, KERNEL_PIN, Pins
 from autopar.solver.solved import Solved
 
 MOST_NODES = 4096
@@ -134,6 +134,8 @@ def _left_open(pin: Pins, names: Sequence[str], solved: Solved) -> str:
 
 
 def _value(candidate: Candidate, name: str) -> object:
+    if name == GROUP_PIN:
+        return ", ".join(f"group {place + 1}" for place in candidate.group_order)
     return candidate.kernels if name == KERNEL_PIN else getattr(candidate, name)
 
 

@@ -66,6 +66,6 @@ def share_plans(cluster: Cluster, candidate: Candidate) -> tuple[SharePlan, ...]
     """The shares of a candidate as a plan has them."""
     if not candidate.shares:
         return ()
-    ranks = data_ranks(cluster, candidate.mesh())
+    ranks = data_ranks(cluster.reordered(candidate.group_order), candidate.mesh())
     pairs = zip(ranks, candidate.shares, strict=True)
     return tuple(SharePlan(data_ranks=num, num_micro_batches=own) for num, own in pairs)

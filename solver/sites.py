@@ -122,7 +122,7 @@ def sites_of(cluster: Cluster, order: Sequence[int], *, pp: int, ranks_per_stage
 
 @functools.lru_cache(maxsize=1024)
 def _sites_of(cluster: Cluster, order: tuple[int, ...], pp: int, ranks_per_stage: int) -> Sites:
-    groups = cluster.reordered(order).groups if order else cluster.groups
+    groups = cluster.reordered(order).groups
     starts = [0, *itertools.accumulate(group.num_gpus for group in groups)]
     places = [
         tuple(

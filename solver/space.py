@@ -21,6 +21,7 @@ from autopar.solver.pins import (
     check_pins,
     fixes_gpus,
     pinned_degrees,
+    pinned_order,
 )
 from autopar.solver.shares import unequal_shares
 
@@ -50,7 +51,7 @@ def candidates(
     found = tuple(
         candidate
         for mesh in _meshes(cluster, model, pin)
-        for order in _group_orders(cluster, mesh)
+        for order in _group_orders(cluster, mesh, pin)
         for candidate in _of_mesh(cluster, mesh, order, global_batch_size, model, pin)
     )
     if not found:
@@ -125,7 +126,7 @@ def _data_degrees(dp: int, in_node: int, degrees: Mapping[str, int]) -> Iterator
         yield dp // shard, shard
 
 
-def _group_orders(cluster: Cluster, mesh: Mesh) -> Iterator[tuple[int, ...]]:
+def _group_orders(cluster: Cluster, mesh: Mesh, pin: Pins) -> Iterator[tuple[int, ...]]:
     """Orders of the groups of nodes along the pipeline, of groups that are alike only one; of many
     groups only that of the file and the reverse.
     """
@@ -133,8 +134,9 @@ def _group_orders(cluster: Cluster, mesh: Mesh) -> Iterator[tuple[int, ...]]:
     if not cluster.is_mixed:
         yield ()
         return
-    found: Iterable[tuple[int, ...]] = [tuple(groups)]
-    if mesh.pp > 1:
+    pinned = pinned_order(pin, cluster)
+    found: Iterable[tuple[int, ...]] = [pinned or tuple(groups)]
+    if mesh.pp > 1 and pinned is None:
         few = len(groups) <= MOST_PERMUTED
         found = itertools.permutations(groups) if few else [*found, tuple(reversed(groups))]
     seen: set[tuple[str, ...]] = set()
@@ -157,7 +159,8 @@ def _of_mesh(
     if "recompute" in pin:
         recomputes = (cast("RecomputeName", pin["recompute"]),)
     sharded = pin.get("sequence_parallel")
-    for micro_batch_size, number, shares in _divisions(cluster, mesh, global_batch_size, pin):
+    in_order = cluster.reordered(order)
+    for micro_batch_size, number, shares in _divisions(in_order, mesh, global_batch_size, pin):
         for zero_stage in _zero_stages(mesh, pin):
             for recompute in recomputes:
                 for schedule, virtual in _schedules(mesh.pp, model, pin, is_mixed=bool(order)):

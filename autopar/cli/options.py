@@ -28,7 +28,7 @@ CHOICE_PINS = {
     "cuts": ("balanced", "even"),
     "shares": ("balanced", "equal"),
 }
-TEXT_PINS = ("kernel",)
+TEXT_PINS = ("kernel", "group_order")
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:

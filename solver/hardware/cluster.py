@@ -161,8 +161,10 @@ class Cluster:
         return found
 
     def reordered(self, order: Sequence[int]) -> Cluster:
-        """The cluster with its groups in another order of ranks: positions of ``groups``."""
-        if not self._groups or tuple(order) == tuple(range(len(self._groups))):
+        """The cluster with its groups in another order of ranks: positions of ``groups``; empty: as
+        they are.
+        """
+        if not order or tuple(order) == tuple(range(len(self._groups))):
             return self
         assert self.between is not None
         return self.of_groups([self._groups[place] for place in order], self.between)
@@ -303,7 +305,7 @@ class Cluster:
 
     def ref(self, order: Sequence[int] = ()) -> ClusterRef:
         """The cluster as a plan names it, with its groups in the order of ranks."""
-        groups = self.reordered(order).groups if order else self._groups
+        groups = self.reordered(order)._groups
         return ClusterRef(
             hardware=self.name,
             nodes=self.nodes,

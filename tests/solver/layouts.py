@@ -52,11 +52,15 @@ class KindLayouts:
         )
 
 
-def all_layouts(problem: Problem) -> Iterator[Solution]:
+def all_layouts(problem: Problem, *others: Problem) -> Iterator[Solution]:
     """Every layout, but those that another one makes useless: the same states between blocks, and
-    in each kind no more seconds, bytes and elements of parameters.
+    in each kind no more seconds, bytes and elements of parameters; no more seconds in any of
+    ``others``, either, which are ``problem`` on other hardware.
     """
-    kinds = [_useful(problem, kind_layouts(problem, kind)) for kind in range(len(problem.kinds))]
+    kinds = [
+        _useful((problem, *others), [kind_layouts(one, kind) for one in (problem, *others)])
+        for kind in range(len(problem.kinds))
+    ]
     shared = sorted(_shared(problem))
     by_states: list[dict[tuple[int, ...], list[int]]] = []
     for found in kinds:
@@ -201,20 +205,22 @@ class _Grid:
         return kept
 
 
-def _useful(problem: Problem, found: KindLayouts) -> KindLayouts:
-    """Without the rows that another row makes useless."""
+def _useful(problems: Sequence[Problem], priced: Sequence[KindLayouts]) -> KindLayouts:
+    """Without the rows that another row makes useless; ``priced`` are the same on all hardware."""
+    problem, found = problems[0], priced[0]
     shared = _shared(problem)
     keys = [place for place, number in enumerate(found.classes) if number in shared]
-    columns = [
-        np.maximum(found.seconds[:, 0], found.seconds[:, 2]),
-        np.maximum(found.seconds[:, 1], found.seconds[:, 3]),
-        *found.num_bytes.T,
-    ]
+    columns = list(found.num_bytes.T)
+    for own in priced:
+        columns.append(np.maximum(own.seconds[:, 0], own.seconds[:, 2]))
+        columns.append(np.maximum(own.seconds[:, 1], own.seconds[:, 3]))
     for place, number in enumerate(found.classes):
         of_class = problem.classes[number]
         if number not in shared and of_class.states:
             columns.append(np.array(of_class.numel, dtype=np.float64)[found.states[:, place]])
-            columns.append(np.array(of_class.step_s)[found.states[:, place]])
+            columns += [
+                np.array(one.classes[number].step_s)[found.states[:, place]] for one in problems
+            ]
     costs = np.stack(columns, axis=1)
     kept: list[NDArray[np.int64]] = []
     _, group = np.unique(found.states[:, keys], axis=0, return_inverse=True)

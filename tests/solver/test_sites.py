@@ -13,12 +13,13 @@ from autopar.ir.errors import InfeasibleError, InputError
 from autopar.ir.plan import from_json, to_json
 from autopar.ir.plan_diff import diff_plans
 from autopar.solver import Cluster
+from autopar.solver.estimate import estimate
 from autopar.solver.passing import Passing, least_share
 from autopar.solver.replay import simulate_plan
 from autopar.solver.runs import Runs
 from autopar.solver.sites import sites_of
 from autopar.solver.trace import trace
-from tests.solver.small import instance, plan
+from tests.solver.small import MODEL, TRAINING, instance, plan
 
 SLOW = Cluster("cpu-local", nodes=2, gpus_per_node=2)
 FAST = SLOW.scaled(compute=3, memory=3)
@@ -164,6 +165,7 @@ def test_what_does_not_fit_is_told_with_its_nodes():
         ({"schedule": "interleaved"}, "interleaved"),
         ({"virtual_stages": 2}, "virtual_stages=2"),
         ({"tp": 8}, "does not divide the 4 GPUs"),
+        ({"group_order": "old"}, "group_order='old' is pinned; it can be all of"),
     ],
 )
 def test_what_several_groups_of_nodes_cannot_have_is_refused(pin, said):
@@ -216,3 +218,38 @@ def test_what_passes_is_the_least_over_all_cuts(values, data):
         for cuts in [(0, *inner, num)]
     )
     assert least_share(values, stages) <= best * (1 + 1e-9)
+
+
+def test_the_order_of_groups_can_be_pinned():
+    cluster = named("old", "new")
+    for names in (["old", "new"], ["new", "old"]):
+        found = plan(cluster, {"pp": 2, "tp": 1, "group_order": ",".join(names)}, batch=16)
+        assert [group.name for group in found.cluster.groups] == names
+        assert [rank.nodes for rank in found.prediction.ranks] == names
+    turned = plan(cluster, {"pp": 1, "tp": 1, "group_order": "new, old"}, batch=20)
+    assert [group.name for group in turned.cluster.groups] == ["new", "old"]
+    assert [rank.nodes for rank in turned.prediction.ranks] == ["new", "old"]
+    assert len(turned.batch.shares) == 2
+    with pytest.raises(InputError, match="nodes are of one kind"):
+        plan(SLOW, {"group_order": "cpu-local"})
+
+
+def test_an_estimate_takes_the_groups_as_the_file_has_them():
+    layout: dict[str, int | str] = {
+        "pp": 2,
+        "dp_replicate": 4,
+        "dp_shard": 1,
+        "tp": 1,
+        "micro_batch_size": 1,
+        "zero_stage": 0,
+        "recompute": "none",
+        "schedule": "1f1b",
+    }
+    clusters = (named("old", "new"), named("old", "new").reordered((1, 0)))
+    found = [
+        estimate(MODEL, cluster, global_batch_size=16, training=TRAINING, pin=layout)
+        for cluster in clusters
+    ]
+    turned = {**layout, "group_order": "new,old"}
+    again = estimate(MODEL, clusters[0], global_batch_size=16, training=TRAINING, pin=turned)
+    assert found[0].step_s != found[1].step_s == again.step_s

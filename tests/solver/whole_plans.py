@@ -20,7 +20,7 @@ from autopar.solver.candidates import Candidate
 from autopar.solver.facts import Floats
 from autopar.solver.layout.problem import Solution
 from autopar.solver.loss_chunks import NUMBERS
-from autopar.solver.mixed import AnySetting
+from autopar.solver.mixed import AnySetting, MixedSetting
 from autopar.solver.search import Search
 from autopar.solver.share_search import ShareSearch
 from autopar.solver.solved import Solved, simulate_cuts
@@ -65,7 +65,10 @@ class WholePlans:
             TooLarge: There are more than ``most_layouts``.
         """
         if id(setting) not in self._layouts:
-            found = all_layouts(setting.problem)
+            problems = [setting.problem]
+            if isinstance(setting, MixedSetting):
+                problems = [own.problem for own in dict.fromkeys(setting.settings.values())]
+            found = all_layouts(*problems)
             if self.most_layouts is not None:
                 found = itertools.islice(found, self.most_layouts + 1)
             solutions = tuple(found)
@@ -219,6 +222,8 @@ def _costs(stager: Stager) -> Floats:
         costs.backward_s,
         costs.step_s,
         costs.border_bytes,
+        costs.sent_bytes,
+        costs.gathered_bytes,
         costs.shared_numel,
         stager.gather_s(),
         stager.reduce_s(),
