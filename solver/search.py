@@ -112,6 +112,7 @@ class Search:
         self.settings: dict[tuple[int, int, int, int, Way], Setting] = {}
         self.too_large: dict[tuple[object, ...], int] = {}  # by degrees: what never fits
         self._rough: dict[tuple[object, ...], float] = {}
+        self._scalar: dict[Candidate, float] = {}
         self._on: dict[tuple[Cluster, object], Setting] = {}  # for several groups of nodes
         self._mixed: dict[tuple[object, ...], MixedSetting] = {}
         self._searches: dict[Cluster, Search] = {}  # on single groups
@@ -318,6 +319,8 @@ class Search:
         return known
 
     def _rough_bound(self, candidate: Candidate) -> float:
+        if candidate.way.recompute != "none":
+            return self.rough_bound(_keeping_ops(candidate))
         degrees = (*_layout_degrees(candidate), candidate.way, candidate.group_order)
         if candidate.micro_batch_size >= self.too_large.get(degrees, math.inf):
             return math.inf
@@ -330,6 +333,16 @@ class Search:
 
     def scalar_bound(self, candidate: Candidate) -> float:
         """``scalar_bound_s`` at the fastest layout of each kind."""
+        known = self._scalar.get(candidate)
+        if known is None:
+            known = self._scalar[candidate] = self._scalar_bound(candidate)
+        return known
+
+    def _scalar_bound(self, candidate: Candidate) -> float:
+        if candidate.way.recompute != "none":
+            keeping_s = self.scalar_bound(_keeping_ops(candidate))
+            if keeping_s > self._enough_s:  # the setting of its own need not be made
+                return keeping_s
         stager = self.stager(candidate, self.setting(candidate).least)
         times = self._least_times(candidate).plus_backward(stager.adding_s())
         bound = scalar_bound_s(candidate, times)
@@ -678,6 +691,11 @@ def _variants(candidate: Candidate) -> tuple[Candidate, ...]:
         return (candidate,)
     without = replace(candidate, recompute="none")
     return (candidate,) if without.per_block == candidate.per_block else (candidate, without)
+
+
+def _keeping_ops(candidate: Candidate) -> Candidate:
+    """A candidate that takes no more time and no more memory than one that computes ops again."""
+    return replace(candidate, recompute="blocks")
 
 
 def _layout_degrees(candidate: Candidate) -> tuple[int, int, int]:

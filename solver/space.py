@@ -155,7 +155,7 @@ def _of_mesh(
     model: Divisible,
     pin: Pins,
 ) -> Iterator[Candidate]:
-    recomputes: tuple[RecomputeName, ...] = ("blocks",)
+    recomputes: tuple[RecomputeName, ...] = ("blocks", "selective_op")
     if "recompute" in pin:
         recomputes = (cast("RecomputeName", pin["recompute"]),)
     sharded = pin.get("sequence_parallel")
