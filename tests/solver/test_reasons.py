@@ -60,7 +60,7 @@ def test_a_runner_up_that_was_simulated_says_where_its_seconds_and_bytes_go():
 
 
 def test_bounded_runners_up_are_solved_only_for_what_if():
-    pin = {"schedule": "1f1b"}
+    pin = {"schedule": "1f1b", "recompute": "blocks"}
     bounded, solved = plan(pin=pin, batch=128), plan(pin=pin, batch=128, what_if=True)
     assert bounded.what_if == ()
     open_ones = [other for other in bounded.alternatives if other.step_s is None]

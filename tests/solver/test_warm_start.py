@@ -36,7 +36,7 @@ def test_a_warm_search_finds_what_a_cold_one_finds_and_solves_no_more(
     assert found.best.candidate == expected.best.candidate
     assert (found.best.step_s, found.bound_s) == (expected.best.step_s, expected.bound_s)
     assert len(found.solved) <= len(expected.solved)
-    assert found.bounds == expected.bounds
+    assert found.bounds.items() <= expected.bounds.items()
 
 
 @pytest.mark.parametrize("pin", [{"pp": 2}, {"tp": 2, "zero_stage": 1}, {"schedule": "layered"}])
