@@ -7,6 +7,7 @@ decisions, from which it is made again here.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import multiprocessing
@@ -189,10 +190,8 @@ class _Peer:
         return self.told
 
     def _send(self, message: tuple[float, bool, _Told | None]) -> None:
-        try:
+        with contextlib.suppress(OSError):  # it has ended; what it told before is still to be read
             self.connection.send(message)
-        except OSError:
-            self.is_done = True
 
     def _receive(self) -> None:
         try:

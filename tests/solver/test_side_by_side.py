@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 
 import pytest
 
 from autopar.solver import side_by_side
 from autopar.solver.search import SearchResult
-from autopar.solver.side_by_side import run_side_by_side
+from autopar.solver.side_by_side import _Peer, _Told, run_side_by_side
 from tests.solver.small import FOUR, TWO_NODES, instance
 from tests.solver.test_unequal_shares import MIXED
 
@@ -75,6 +76,22 @@ def test_a_fork_that_dies_loses_nothing(monkeypatch, caplog):
     assert alone.best is not None
     assert found.best.step_s == pytest.approx(alone.best.step_s, rel=1e-12)
     assert found.num_candidates == len(made.candidates)
+
+
+def test_what_a_fork_told_before_it_ended_is_read():
+    here, there = multiprocessing.Pipe()
+    told = _Told(
+        solved=[], best=None, bound_s=2.0, bounds={}, left=[], unsettled=[], num_candidates=3
+    )
+    _Peer(there).finish(told)
+    there.close()
+    assert _Peer(here).wait() == told
+
+
+def test_a_fork_that_told_nothing_is_not_waited_for():
+    here, there = multiprocessing.Pipe()
+    there.close()
+    assert _Peer(here).wait() is None
 
 
 def test_where_nothing_fits_nothing_is_found():
