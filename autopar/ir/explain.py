@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from autopar.ir.explain_search import objective, rejected, runners_up, shadow_prices
@@ -10,7 +10,7 @@ from autopar.ir.tables import named_rows
 from autopar.ir.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
-    from autopar.ir.plan import Plan, Prediction
+    from autopar.ir.plan import Plan, Prediction, SegmentPlan
 
 _ROUNDING = 1e-9
 """Causes of a smaller share are nothing."""
@@ -109,16 +109,30 @@ def _stages(plan: Plan) -> str:
     for stage in range(plan.mesh.pp):
         held = [segment for segment in plan.segments if segment.stage == stage]
         runs = _runs((segment.first_block, segment.last_block) for segment in held)
+        again = _recomputed(plan, held)
         own = [rank.nodes for rank in plan.prediction.ranks if rank.stage == stage and rank.nodes]
         nodes = " and ".join(own)
         lines.append(
             (
                 f"stage {stage}",
                 f"blocks {runs} in {len(held)} segment{'s' * (len(held) != 1)}"
-                + (f" on {nodes}" if nodes else ""),
+                + (f" on {nodes}" if nodes else "")
+                + (f", computed again: {again}" if again else ""),
             )
         )
     return named_rows(lines)
+
+
+def _recomputed(plan: Plan, held: Sequence[SegmentPlan]) -> str:
+    """The blocks of ``held`` that the plan lists as recomputed."""
+    listed = frozenset(plan.schedule.recomputed_blocks)
+    blocks = [
+        block
+        for segment in held
+        for block in range(segment.first_block, segment.last_block + 1)
+        if block in listed
+    ]
+    return _runs((block, block) for block in blocks)
 
 
 def time_by_cause(prediction: Prediction) -> str:

@@ -64,7 +64,7 @@ FATES = {
     "roofline": "cut: slower than the best even at the roofline",
     "stages": "cut: no layout and no stage cuts are as fast as the best",
     "no_layout": "tried, and no layout that fits was found",
-    "not_reached": "left when the work limit was reached",
+    "not_reached": "left when the limit of work or time was reached",
 }
 """What can become of a candidate, in words."""
 

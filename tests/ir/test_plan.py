@@ -403,6 +403,18 @@ def test_what_proves_nothing_is_refused(changes: dict[str, Any]) -> None:
         dataclasses.replace(plan, certificate=proved).explain()
 
 
+def test_each_stage_names_the_blocks_that_it_computes_again() -> None:
+    plan = _planned()
+    segment = plan.segments[0]
+    schedule = dataclasses.replace(
+        plan.schedule, recompute="blocks", recomputed_blocks=(segment.first_block,)
+    )
+    assert "computed again" not in plan.explain()
+    told = dataclasses.replace(plan, schedule=schedule).explain()
+    assert f"stage {segment.stage}  blocks " in told
+    assert told.count(f", computed again: {segment.first_block}\n") == 1
+
+
 def test_recomputed_blocks_are_those_of_the_plan() -> None:
     plan = _planned()
     schedule = dataclasses.replace(plan.schedule, recompute="blocks", recomputed_blocks=(99, -1))
