@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
@@ -70,6 +70,11 @@ class BlockCosts:
     @property
     def num_blocks(self) -> int:
         return len(self.held_bytes)
+
+    @functools.cached_property
+    def known_borders(self) -> dict[Hashable, Floats]:
+        """Seconds of messages before each block, as far as somebody has asked for them."""
+        return {}
 
     @functools.cached_property
     def num_parameters(self) -> Floats:

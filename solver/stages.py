@@ -23,7 +23,7 @@ from autopar.solver.facts import BlockCosts, Floats
 from autopar.solver.hardware import Cluster
 from autopar.solver.in_flight import in_flight, in_parts
 from autopar.solver.reach import Floor
-from autopar.solver.runs import Rounds, Runs, prefixes
+from autopar.solver.runs import Ints, Rounds, Runs, prefixes
 from autopar.solver.sites import Border, Sites
 
 ROUNDED_BYTES = 16
@@ -155,28 +155,48 @@ class Stager:
 
     def border_s(self, block: int, border: int) -> float:
         """Seconds until what passes from before ``block`` to it and after is on the next stage."""
-        place, known = self.sites.borders[border], self._borders
-        if (block, place) not in known:
-            known[block, place] = self._border_s(block, border)
-        return known[block, place]
+        return float(self._borders(self.sites.borders[border])[block])
 
-    @functools.cached_property
-    def _borders(self) -> dict[tuple[int, Border], float]:
-        return {}
+    def borders_s(self, cuts: Ints) -> Floats:
+        """The same of the first blocks of stages: of each choice of cuts, a row with a number for
+        each border.
+        """
+        places = self.sites.borders[: cuts.shape[1]]
+        kinds = list(dict.fromkeys(places))
+        if not kinds:
+            return np.zeros(cuts.shape)
+        table = np.stack([self._borders(place) for place in kinds])
+        found: Floats = table[[kinds.index(place) for place in places], cuts]
+        return found
 
-    def _border_s(self, block: int, border: int) -> float:
-        gathered = float(self.costs.gathered_bytes[block])
+    def _borders(self, place: Border) -> Floats:
+        """Of every block; what shares costs of blocks, tensor ranks and ranks of a stage has the
+        same.
+        """
+        known = self.costs.known_borders
+        key = (place, self.candidate.tp, self.candidate.ranks_per_stage)
+        if key not in known:
+            pairs = list(
+                zip(self.costs.sent_bytes.tolist(), self.costs.gathered_bytes.tolist(), strict=True)
+            )
+            seconds = {pair: self._border_s(*pair, place) for pair in set(pairs)}
+            known[key] = np.array([seconds[pair] for pair in pairs])
+        return known[key]
+
+    def _border_s(self, sent: float, gathered: float, place: Border) -> float:
         gather_s = max(
             Links(cluster).seconds(
                 Collective.ALL_GATHER, gathered, group_of(cluster, size=self.candidate.tp, stride=1)
             )
-            for cluster in self.sites.borders[border].site
+            for cluster in place.site
         )
-        return self.message_s(float(self.costs.sent_bytes[block]), border) + gather_s
+        return self._message_s(sent, place) + gather_s
 
     def message_s(self, num_bytes: float, border: int) -> float:
         """Seconds of a message of a rank from stage ``border`` to the next."""
-        place = self.sites.borders[border]
+        return self._message_s(num_bytes, self.sites.borders[border])
+
+    def _message_s(self, num_bytes: float, place: Border) -> float:
         return max(
             Links(cluster).message_seconds(
                 num_bytes,

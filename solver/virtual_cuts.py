@@ -109,7 +109,7 @@ def cut_bounds_s(
         again=2 * (gathers - rounds.each.maxima(gather)).sum(axis=1),
     )
     both, backward = rounds.each.sums(times.both), rounds.each.sums(times.backward)
-    hops = [[2 * stager.border_s(cut[s + 1], s) for s in range(pp - 1)] for cut in cuts]
+    hops = 2 * stager.borders_s(np.array(cuts)[:, 1:pp])
     work = candidate.num_micro_batches * (both.sum(axis=1) + again) + beside
     once = rounds.sums(stager.once_s()) + stager.sites.step_s
     if candidate.has_parts:
@@ -126,7 +126,7 @@ def _parts_s(
     stager: Stager,
     times: StageTimes,
     first: Runs,
-    hops: Sequence[Sequence[float]],
+    hops: Floats,
     *,
     work: Floats,
     once: Floats,
@@ -150,9 +150,9 @@ def _parts_s(
     return np.maximum(ended, returned)
 
 
-def _passed_s(seconds: Floats, hops: Sequence[Sequence[float]]) -> Floats:
+def _passed_s(seconds: Floats, hops: Floats) -> Floats:
     """For each stage, seconds and messages of the stages before it."""
-    each = seconds[:, :-1] + np.array(hops).reshape(len(seconds), -1)
+    each = seconds[:, :-1] + hops
     return np.concatenate([np.zeros((len(seconds), 1)), np.cumsum(each, axis=1)], axis=1)
 
 
