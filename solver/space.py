@@ -48,20 +48,33 @@ def candidates(
     """
     check_pins(pin, cluster, global_batch_size)
     check_model(pin, model)
-    found = tuple(
-        candidate
-        for mesh in _meshes(cluster, model, pin)
-        for order in _group_orders(cluster, mesh, pin)
-        for candidate in _of_mesh(cluster, mesh, order, global_batch_size, model, pin)
-    )
+    found = tuple(_all(cluster, global_batch_size, model, pin))
     if not found:
         pinned = ", ".join(f"{name}={value}" for name, value in pin.items()) or "nothing"
+        in_the_way = [
+            f"leave {name}={value} open"
+            for name, value in pin.items()
+            if any(_all(cluster, global_batch_size, model, _without(pin, name)))
+        ]
         raise InputError(
-            f"no mesh of {cluster.num_gpus} GPUs divides a global batch of {global_batch_size} "
-            f"sequences with {pinned} pinned",
-            hint="a batch size that is a multiple of the data-parallel ranks, or fewer pins",
+            f"no mesh of {cluster.num_gpus} GPUs and no micro-batches divide a global batch of "
+            f"{global_batch_size} sequences with {pinned} pinned",
+            hint="; or ".join(in_the_way)
+            or "a batch size that is a multiple of the data-parallel ranks, or fewer pins",
         )
     return found
+
+
+def _all(
+    cluster: Cluster, global_batch_size: int, model: Divisible, pin: Pins
+) -> Iterator[Candidate]:
+    for mesh in _meshes(cluster, model, pin):
+        for order in _group_orders(cluster, mesh, pin):
+            yield from _of_mesh(cluster, mesh, order, global_batch_size, model, pin)
+
+
+def _without(pin: Pins, name: str) -> Pins:
+    return {other: value for other, value in pin.items() if other != name}
 
 
 def _meshes(cluster: Cluster, model: Divisible, pin: Pins) -> Iterator[Mesh]:

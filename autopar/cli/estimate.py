@@ -42,8 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
         num_failed = sum(1 for record in records if record["error"])
         num_shapes = len({row.shape for row in table.rows})
         print(
-            f"{arguments.output}: {len(records) - num_failed} rows of {num_shapes} models "
-            f"estimated in {time.perf_counter() - started:.0f} s"
+            f"{arguments.output}: {len(records) - num_failed} rows of {num_shapes} model"
+            f"{'s' * (num_shapes != 1)} estimated in {time.perf_counter() - started:.0f} s"
         )
     return _report(table, records)
 

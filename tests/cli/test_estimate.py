@@ -54,7 +54,7 @@ def test_each_row_that_can_be_read_has_a_line(
     output.write_text("old")
     done = run(capfd, "estimate", rows, "-o", output, "--jobs", 1)
     assert done.status == 1
-    assert done.out.startswith(f"{output}: 2 rows of 1 models estimated in ")
+    assert done.out.startswith(f"{output}: 2 rows of 1 model estimated in ")
     assert done.err.splitlines() == [
         "autopar: 2 rows have no estimate:",
         "  row 4 (three): heads=5 does not divide hidden=64",

@@ -97,3 +97,35 @@ def test_candidates_are_those_that_the_docs_state(
 def test_more_in_flight_that_cannot_be_is_refused(pin: Pins, said: str) -> None:
     with pytest.raises(InputError, match=said):
         check_pins(pin, Cluster("cpu-local", gpus_per_node=4), 8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "pin", "hint"),
+    [
+        (8, {"loss_chunks": 3}, "leave loss_chunks=3 open"),
+        (8, {"loss_chunks": 3, "micro_batch_size": 2}, "leave loss_chunks=3 open"),
+        (
+            8,
+            {"loss_chunks": 8, "tp": 1, "micro_batch_size": 2},
+            "leave loss_chunks=8 open; or leave micro_batch_size=2 open",
+        ),
+    ],
+)
+def test_pins_that_leave_nothing_are_named_if_one_is_in_the_way(batch, pin, hint):
+    cluster = Cluster("cpu-local", gpus_per_node=1)
+    model = Divisible(num_blocks=4, seq_len=100)
+    with pytest.raises(InputError) as raised:
+        candidates(cluster, global_batch_size=batch, model=model, pin=pin)
+    assert raised.value.hint == hint
+    for text in hint.split("; or "):
+        name = text.removeprefix("leave ").partition("=")[0]
+        fewer = {other: value for other, value in pin.items() if other != name}
+        assert candidates(cluster, global_batch_size=batch, model=model, pin=fewer)
+
+
+def test_a_batch_that_no_mesh_divides_is_told_with_the_pin_in_the_way():
+    cluster, model = Cluster("cpu-local", gpus_per_node=10), Divisible(num_blocks=1)
+    pin = {"tp": 1, "sequence_parallel": 1, "cp": 1}
+    with pytest.raises(InputError, match="divide a global batch of 7") as raised:
+        candidates(cluster, global_batch_size=7, model=model, pin=pin | {"pp": 1, "ep": 1})
+    assert raised.value.hint == "leave tp=1 open"
