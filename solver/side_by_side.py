@@ -53,13 +53,20 @@ def run_side_by_side(
         here.close()
         search.progress = lambda _: None  # the terminal is the other one's
         peer = _Peer(there)
+
+        def meet(best_s: float) -> float:
+            known_s = peer.meet(best_s)
+            if peer.is_lost:  # killed: nobody wants a result
+                os._exit(1)
+            return known_s
+
         try:
             result = search.run(
                 others,
                 first=[candidate for candidate in first if candidate in others],
                 cutoff_s=cutoff_s,
                 stop_at_s=stop_at_s,
-                meet=peer.meet,
+                meet=meet,
             )
         except KeyboardInterrupt:  # the other one has it, too
             return
@@ -168,6 +175,7 @@ class _Peer:
         self.connection = connection
         self.best_s = math.inf
         self.is_done = False
+        self.is_lost = False  # it ended, and did not say so
         self.told: _Told | None = None
 
     def meet(self, best_s: float) -> float:
@@ -197,7 +205,7 @@ class _Peer:
         try:
             best_s, is_done, told = self.connection.recv()
         except (EOFError, OSError):
-            self.is_done = True
+            self.is_done = self.is_lost = True
             return
         self.best_s = min(self.best_s, best_s)
         if is_done:

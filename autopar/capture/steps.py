@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -9,7 +11,7 @@ from autopar.capture.clean import clean, freeze_unreached
 from autopar.capture.constants import fold_constants
 from autopar.capture.export import export_graph
 from autopar.capture.fingerprint import fingerprint
-from autopar.capture.fold import fold
+from autopar.capture.fold import Folded, fold
 from autopar.capture.loss import normalize_loss
 from autopar.capture.masks import simplify_masks
 from autopar.capture.rows import pick_by_sequence
@@ -17,7 +19,7 @@ from autopar.capture.slices import join_slices
 from autopar.capture.sources import Inputs, LossFn, meta_inputs, named_inputs
 from autopar.capture.unmerge import unmerge
 from autopar.ir.errors import InputError
-from autopar.ir.graph import ModelGraph
+from autopar.ir.graph import ModelGraph, Role, TensorInfo
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -68,16 +70,28 @@ def capture(
     freeze_unreached(flat)
     loss_kind = normalize_loss(flat)
     folded = fold(flat)
+    read = _read_inputs(flat.inputs, folded)
     return ModelGraph(
         name=name or type(model).__name__,
         blocks=folded.blocks,
         kinds=folded.kinds,
         parameters=flat.parameters,
-        inputs=flat.inputs,
+        inputs=read,
         constants=flat.constants,
         loss=folded.results[0],
         weight=folded.results[1] if len(folded.results) > 1 else None,
         loss_kind=loss_kind,
         compute_dtype=compute_dtype,
-        fingerprint=fingerprint(folded, flat.inputs, flat.constants, loss_kind, compute_dtype),
+        fingerprint=fingerprint(folded, read, flat.constants, loss_kind, compute_dtype),
     )
+
+
+def _read_inputs(inputs: Mapping[str, TensorInfo], folded: Folded) -> dict[str, TensorInfo]:
+    """The inputs that some block reads; others change nothing, and no batch has to have them."""
+    read = {
+        value.name
+        for block in folded.blocks
+        for value in block.bindings
+        if value.role is Role.INPUT
+    }
+    return {name: facts for name, facts in inputs.items() if name in read}

@@ -270,3 +270,26 @@ def test_captured_types_do_not_depend_on_the_masks_type() -> None:
     """A bool mask stays bool, whatever is computed in."""
     model = capture(Masked(), packed(), compute_dtype=torch.bfloat16)
     assert model.inputs["mask"].dtype == torch.bool
+
+
+class WithExtras(nn.Module):
+    """Takes an input that it never reads, and one of which only the result is never read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, ignored: Tensor, dropped: Tensor) -> Tensor:
+        _ = self.linear(dropped)
+        return self.linear(x).square().mean()
+
+
+def test_inputs_that_nothing_reads_need_not_be_in_a_batch() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    extras = {"ignored": torch.randn(8, 3, 5), "dropped": torch.randn(8, 4)}
+    setup = Setup(mesh=Mesh(dp_replicate=2))
+    case = laid_out(WithExtras(), {"x": x, **extras}, setup, micro_batch_size=2)
+    assert_equals_reference(case, {"x": x})
+    assert_equals_reference(case, {"x": x, **extras})
+    assert_equals_reference(case, {"x": x, "ignored": torch.zeros(1)})

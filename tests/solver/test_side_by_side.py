@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import time
 
 import pytest
 
-from autopar.solver import side_by_side
+from autopar.solver import search, side_by_side
 from autopar.solver.search import SearchResult
 from autopar.solver.side_by_side import _Peer, _Told, run_side_by_side
 from tests.solver.small import FOUR, TWO_NODES, instance
@@ -97,3 +99,52 @@ def test_a_fork_that_told_nothing_is_not_waited_for():
 def test_where_nothing_fits_nothing_is_found():
     _, together = both(FOUR.with_memory(200))
     assert together.best is None
+
+
+def test_what_the_fork_told_before_it_ended_is_not_lost():
+    """It may be done long before the other one, which never meets it again."""
+    here, there = multiprocessing.Pipe()
+    told = side_by_side._Told(
+        solved=[],
+        best=None,
+        bound_s=1.0,
+        bounds={},
+        left=[],
+        unsettled=[],
+        num_candidates=3,
+    )
+    side_by_side._Peer(there).finish(told)
+    there.close()
+    assert side_by_side._Peer(here).wait() == told
+
+
+def test_the_fork_ends_when_the_process_that_waits_for_it_is_killed(monkeypatch):
+    """As by a scheduler, without a chance to end what it started."""
+    monkeypatch.setattr(search, "_MEETING", 1)
+    made = instance(TWO_NODES, batch=16)
+    rough, scalar = made.search.rough_bound, made.search.scalar_bound
+    here, there = multiprocessing.Pipe()
+
+    def searches() -> None:
+        here.close()
+        killed = os.getpid()
+
+        def bound(candidate):
+            if os.getpid() == killed:
+                os.kill(killed, signal.SIGKILL)
+            time.sleep(0.2)  # half of the candidates take most of a minute
+            return scalar(candidate)
+
+        monkeypatch.setattr(made.search, "rough_bound", lambda c: min(rough(c), 1.0))
+        monkeypatch.setattr(made.search, "scalar_bound", bound)
+        run_side_by_side(made.search, made.candidates)
+
+    assert len(made.candidates) > 400
+    process = multiprocessing.get_context("fork").Process(target=searches)
+    process.start()
+    there.close()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert here.poll(10)  # the end of the last process that has the other end
+    with pytest.raises(EOFError):
+        here.recv()
