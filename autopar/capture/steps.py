@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 
 import torch
@@ -22,6 +23,9 @@ from autopar.ir.errors import InputError
 from autopar.ir.graph import ModelGraph, Role, TensorInfo
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+_ALONE = threading.Lock()
+"""Tracing is a state of the process: one thread at a time."""
 
 
 def capture(
@@ -60,7 +64,8 @@ def capture(
         name: value.to(compute_dtype) if value.is_floating_point() else value
         for name, value in meta_inputs(named_inputs(model, example_inputs)).items()
     }
-    flat = export_graph(model, inputs, loss_fn, compute_dtype, training=training)
+    with _ALONE:
+        flat = export_graph(model, inputs, loss_fn, compute_dtype, training=training)
     clean(flat)
     unmerge(flat)
     pick_by_sequence(flat)

@@ -163,6 +163,8 @@ class _Grower:
     def failure(self) -> NoLossRegion:
         """Why no region has the loss."""
         node = self.blocked or self.own.loss
+        while node.target is operator.getitem:
+            node = node.all_input_nodes[0]
         return NoLossRegion(
             reason=f"the loss is no sum over {self.num_chunks} equal shares of tokens: "
             f"{node.name} ({node.target}) does not come in parts",

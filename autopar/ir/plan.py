@@ -474,6 +474,7 @@ def from_json(text: str | bytes, *, where: str = "plan") -> Plan:
 
 
 def _check_consistency(plan: Plan, where: str) -> None:
+    _check_cluster(plan.cluster, where)
     num_ranks = plan.device_mesh().num_ranks
     if num_ranks > plan.cluster.num_gpus:
         raise PlanFormatError(f"the mesh has {num_ranks} ranks, more than the cluster", where=where)
@@ -595,6 +596,26 @@ def _check_batch(batch: BatchPlan, batch_ranks: int, where: str) -> None:
             f"{num} micro-batches of {size} sequences, but a data rank has {own} of the global "
             "batch",
             where=where,
+        )
+
+
+def _check_cluster(cluster: ClusterRef, where: str) -> None:
+    """That counts are those of nodes, and of groups of nodes if there are several."""
+    counts = [cluster.nodes, cluster.gpus_per_node]
+    counts += [n for group in cluster.groups for n in (group.nodes, group.gpus_per_node)]
+    if min(counts) < 1:
+        raise PlanFormatError("a cluster, or a group, without nodes or GPUs", where=where)
+    if not cluster.groups:
+        return
+    names = {group.name for group in cluster.groups}
+    if not 1 < len(names) == len(cluster.groups):
+        raise PlanFormatError(
+            "a cluster of groups has two or more, each with its own name", where=where
+        )
+    nodes = sum(group.nodes for group in cluster.groups)
+    if nodes != cluster.nodes:
+        raise PlanFormatError(
+            f"groups have {nodes} nodes, the cluster {cluster.nodes}", where=where
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -44,6 +46,14 @@ def test_capture_leaves_the_model_alone() -> None:
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
         assert tensor.dtype is before[name].dtype
+
+
+def test_threads_that_capture_at_once_wait_for_each_other() -> None:
+    model, batch = tiny_llama(seq=4)
+    alone = capture(model, batch).fingerprint
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(capture, model, batch) for _ in range(2)]
+    assert [one.result().fingerprint for one in found] == [alone, alone]
 
 
 def test_dropout_is_captured() -> None:

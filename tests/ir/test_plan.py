@@ -20,6 +20,7 @@ from autopar.ir.plan import (
     BatchPlan,
     Certificate,
     ClusterRef,
+    GroupRef,
     MeshPlan,
     ModelRef,
     MovePlan,
@@ -373,6 +374,28 @@ def test_decisions_that_contradict_each_other_are_refused(plan: Plan):
     for said, contradiction in wrong:
         with pytest.raises(PlanFormatError, match=said):
             from_json(to_json(contradiction))
+
+
+@pytest.mark.parametrize(
+    ("said", "nodes", "groups"),
+    [
+        ("without nodes or GPUs", 0, ()),
+        ("without nodes or GPUs", 4, (("a", 0, 8), ("b", 4, 8))),
+        ("without nodes or GPUs", 4, (("a", 5, 8), ("b", -1, 8))),
+        ("two or more", 4, (("a", 4, 8),)),
+        ("its own name", 4, (("a", 2, 8), ("a", 2, 8))),
+        ("groups have 5 nodes, the cluster 4", 4, (("a", 2, 8), ("b", 3, 8))),
+    ],
+)
+@settings(max_examples=3)
+@given(plan=plans())
+def test_groups_that_contradict_their_cluster_are_refused(
+    said: str, nodes: int, groups: tuple[tuple[str, int, int], ...], plan: Plan
+):
+    refs = tuple(GroupRef(name=name, nodes=n, gpus_per_node=each) for name, n, each in groups)
+    cluster = dataclasses.replace(plan.cluster, nodes=nodes, groups=refs)
+    with pytest.raises(PlanFormatError, match=said):
+        from_json(to_json(dataclasses.replace(plan, cluster=cluster)))
 
 
 @pytest.mark.parametrize(

@@ -101,23 +101,6 @@ def test_where_nothing_fits_nothing_is_found():
     assert together.best is None
 
 
-def test_what_the_fork_told_before_it_ended_is_not_lost():
-    """It may be done long before the other one, which never meets it again."""
-    here, there = multiprocessing.Pipe()
-    told = side_by_side._Told(
-        solved=[],
-        best=None,
-        bound_s=1.0,
-        bounds={},
-        left=[],
-        unsettled=[],
-        num_candidates=3,
-    )
-    side_by_side._Peer(there).finish(told)
-    there.close()
-    assert side_by_side._Peer(here).wait() == told
-
-
 def test_the_fork_ends_when_the_process_that_waits_for_it_is_killed(monkeypatch):
     """As by a scheduler, without a chance to end what it started."""
     monkeypatch.setattr(search, "_MEETING", 1)
