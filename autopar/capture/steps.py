@@ -92,7 +92,7 @@ def capture(
 
 
 def _read_inputs(inputs: Mapping[str, TensorInfo], folded: Folded) -> dict[str, TensorInfo]:
-    """The inputs that some block reads; others change nothing, and no batch has to have them."""
+    """Those that some block reads; others change nothing, and no batch has to have them."""
     read = {
         value.name
         for block in folded.blocks
