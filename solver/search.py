@@ -60,7 +60,7 @@ MAX_SOLVED = 48
 _MOST_NEAR = 24
 """Cuts near the best plan's that are simulated."""
 
-_MEETING = 256
+_MEETING = 1024
 """Steps of refinement between two meetings with another search."""
 
 _FIRST_MESHES = 4

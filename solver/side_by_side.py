@@ -111,7 +111,8 @@ def _halves(
     numbers: dict[Hashable, int] = {}
     halves: tuple[list[Candidate], list[Candidate]] = ([], [])
     for candidate in candidates:
-        number = numbers.setdefault(search.setting_key(candidate), len(numbers))
+        *degrees, _ = search.setting_key(candidate)  # ways of computing blocks share bounds
+        number = numbers.setdefault(tuple(degrees), len(numbers))
         halves[number % 2].append(candidate)
     return halves if halves[1] else None
 
