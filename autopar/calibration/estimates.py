@@ -269,9 +269,11 @@ def _communication(found: Estimates, measured: Measured) -> None:
 
 
 def slowdown(overlap: Overlap) -> float:
-    """Seconds by which a second of overlap lengthens compute that outlasts the collective."""
+    """Seconds by which a second of overlap lengthens compute that outlasts the collective: at most
+    1, which is as if nothing overlapped.
+    """
     longer = overlap.both.compute_s - overlap.compute.compute_s
-    return min(max(longer / overlap.collective.median_s, 0.0), 2.0)
+    return min(max(longer / overlap.collective.median_s, 0.0), 1.0)
 
 
 def _name_of(sample: CollectiveSample | MessageSample) -> str:

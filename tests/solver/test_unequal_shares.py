@@ -21,6 +21,7 @@ FASTER = SLOW.scaled(compute=3, memory=3).hardware
 FAST = SLOW.with_hardware(
     dataclasses.replace(
         FASTER,
+        name="fast",
         chip=dataclasses.replace(
             FASTER.chip, launch_s=CHIP.launch_s / 3, kernel_s=CHIP.kernel_s / 3
         ),
