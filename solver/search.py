@@ -478,8 +478,7 @@ class Search:
         """The candidate with its fastest layout, whether or not it fits into memory."""
         setting = self.setting(candidate)
         solution = setting.solution(candidate.recompute)
-        choice = self.chunk_choice(candidate, setting, solution)
-        stager = choice.pinned() or choice.whole
+        stager = self._decided_stager(candidate, setting, solution)
         times = exact_times(stager)
         found = self._cuts(candidate, stager, times)
         if not found:  # no cuts fit: those that are fastest
@@ -490,11 +489,17 @@ class Search:
             key=lambda solved: solved.step_s,
         )
 
+    def _decided_stager(
+        self, candidate: Candidate, setting: AnySetting, solution: Solution
+    ) -> Stager:
+        """With the chunks of the loss that the candidate says; whole where they cannot be."""
+        choice = self.chunk_choice(candidate, setting, solution)
+        return choice.pinned() or choice.whole
+
     def made_again(self, candidate: Candidate, solution: Solution, cuts: tuple[int, ...]) -> Solved:
         """What was solved elsewhere, of which these are known."""
         setting = self.setting(candidate)
-        choice = self.chunk_choice(candidate, setting, solution)
-        stager = choice.pinned() or choice.whole
+        stager = self._decided_stager(candidate, setting, solution)
         return simulate_cuts(candidate, setting, solution, stager, cuts)
 
     def solve(self, candidate: Candidate) -> Solved | None:

@@ -13,7 +13,7 @@ import math
 import multiprocessing
 import os
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -49,6 +49,10 @@ def run_side_by_side(
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
 
+    def run_half(half: Sequence[Candidate], meet: Callable[[float], float]) -> SearchResult:
+        own_first = [candidate for candidate in first if candidate in half]
+        return search.run(half, first=own_first, cutoff_s=cutoff_s, stop_at_s=stop_at_s, meet=meet)
+
     def fork() -> None:
         here.close()
         search.progress = lambda _: None  # the terminal is the other one's
@@ -61,13 +65,7 @@ def run_side_by_side(
             return known_s
 
         try:
-            result = search.run(
-                others,
-                first=[candidate for candidate in first if candidate in others],
-                cutoff_s=cutoff_s,
-                stop_at_s=stop_at_s,
-                meet=meet,
-            )
+            result = run_half(others, meet)
         except KeyboardInterrupt:  # the other one has it, too
             return
         peer.finish(_told(result))
@@ -77,13 +75,7 @@ def run_side_by_side(
     there.close()
     peer = _Peer(here)
     try:
-        result = search.run(
-            own,
-            first=[candidate for candidate in first if candidate in own],
-            cutoff_s=cutoff_s,
-            stop_at_s=stop_at_s,
-            meet=peer.meet,
-        )
+        result = run_half(own, peer.meet)
         told = peer.wait()
     finally:
         process.kill()
