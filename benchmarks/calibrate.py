@@ -1,10 +1,11 @@
 """Predicted beside measured steps on this machine: `python benchmarks/calibrate.py`.
 
-The machine is calibrated once for each number of ranks, the demo's model is planned on it under
-some layouts and freely, and each plan trains for some steps with gloo. The first steps are left
-out; of the rest the fastest and the median are printed. Target: the median within 20 % of what was
-predicted. The last column says how many cores something else took meanwhile: with more than a few
-percent of the machine only the fastest step says something.
+In each round the machine is calibrated for each number of ranks, the demo's model is planned on it
+under some layouts and freely, and each plan trains for some steps with gloo. The first steps are
+left out; of the rest the fastest and the median are printed. Target: the median within 20 % of what
+was predicted. A shared machine's pace changes from minute to minute, and calibrations with it: what
+counts is the median of the rounds. The last column says how many cores something else took
+meanwhile.
 """
 
 from __future__ import annotations
@@ -48,25 +49,30 @@ def main() -> None:
     """Calibrate, plan and train, and print a line for each layout."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, help="layouts of so many ranks only")
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--quick", action="store_true", help="calibrate quickly")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, ", end="")
     print(f"torch {torch.__version__}, {CONFIG.name}, seed 0, milliseconds", flush=True)
     print(f"{'layout':<44} predicted  fastest   median  predicted / fastest  / median  other cores")
-    ratios: list[tuple[float, float]] = []
+    ratios: dict[str, list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for num_ranks in sorted({ranks for ranks, _ in LAYOUTS}, reverse=True):
-            if arguments.ranks in (None, num_ranks):
-                hardware = _calibrate(Path(scratch), num_ranks, quick=arguments.quick)
-                pins = [pin for ranks, pin in LAYOUTS if ranks == num_ranks]
-                ratios += [_line(hardware, num_ranks, pin, arguments.steps) for pin in pins]
+        for _ in range(arguments.rounds):
+            for num_ranks in sorted({ranks for ranks, _ in LAYOUTS}, reverse=True):
+                if arguments.ranks in (None, num_ranks):
+                    hardware = _calibrate(Path(scratch), num_ranks, quick=arguments.quick)
+                    for ranks, pin in LAYOUTS:
+                        if ranks == num_ranks:
+                            found = _line(hardware, num_ranks, pin, arguments.steps)
+                            ratios.setdefault(f"{num_ranks} ranks {pin}", []).append(found)
     for index, name in enumerate(("fastest", "median")):
-        found = [pair[index] for pair in ratios]
-        worst = max(max(ratio, 1 / ratio) for ratio in found)
-        print(f"{len(found)} layouts, beside the {name}: worst ratio {worst:.2f}, ", end="")
-        print(f"within 20 %: {sum(abs(ratio - 1) <= 0.2 for ratio in found)}")
+        middle = [statistics.median(pair[index] for pair in own) for own in ratios.values()]
+        worst = max(max(ratio, 1 / ratio) for ratio in middle)
+        print(f"{len(middle)} layouts, beside the {name}, median of {arguments.rounds} rounds: ")
+        print(f"  {' '.join(f'{ratio:.2f}' for ratio in middle)}; worst {worst:.2f}, ", end="")
+        print(f"within 20 %: {sum(1 / 1.2 <= ratio <= 1.2 for ratio in middle)}")
 
 
 def _calibrate(folder: Path, num_ranks: int, *, quick: bool) -> Path:

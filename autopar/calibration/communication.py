@@ -46,6 +46,8 @@ class Communication:
     ) -> None:
         self.world, self.device, self.effort, self.per_node = world, device, effort, per_node
         self._clock: WallClock = wall_clock(device)
+        self._teams: tuple[Team, ...] | None = None
+        self._paired: dict[int, tuple[tuple[Pair, ...], bool]] = {}  # by stride
 
     def agree(self, timing: Timing) -> Timing:
         """The mean over ranks; all meet here."""
@@ -58,14 +60,16 @@ class Communication:
 
     def collectives(self) -> Iterator[CollectiveSample]:
         """All collectives in groups of 2, 4, … ranks of a node, a whole node, across nodes."""
-        for team in self._teams():
+        if self._teams is None:
+            self._teams = tuple(self._made_teams())
+        for team in self._teams:
             for collective in Collective:
                 if collective is Collective.NONE:
                     continue
                 for num_bytes in self.effort.message_bytes:
                     yield self._collective(team, collective, num_bytes)
 
-    def _teams(self) -> Iterator[Team]:
+    def _made_teams(self) -> Iterator[Team]:
         total, per_node = self.world.size, self.per_node
         sizes = [2**power for power in range(1, 12) if 2**power < per_node]
         for size in dict.fromkeys([*sizes, per_node]):
@@ -118,7 +122,9 @@ class Communication:
             crosses = stride == self.per_node
             if stride * 2 > (self.world.size if crosses else self.per_node):
                 continue
-            pairs, ahead = self._pairs(stride)
+            if stride not in self._paired:
+                self._paired[stride] = self._pairs(stride)
+            pairs, ahead = self._paired[stride]
             for num_bytes in self.effort.message_bytes:
                 buffer = torch.zeros(num_bytes // 4, device=self.device)
                 call = _exchange(pairs, buffer, ahead=ahead) if pairs else None

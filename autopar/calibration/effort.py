@@ -15,7 +15,7 @@ class Effort:
     """What is measured.
 
     Attributes:
-        samples: Repeats of each measurement, of which the fastest counts.
+        samples: Repeats of each measurement in a sweep.
         target_s: Seconds of a repeat.
         products: Batch, rows, columns and depth of products: aligned and not.
         other_products: The same, in the dtypes that the hardware does not train in.
@@ -28,6 +28,7 @@ class Effort:
             takes; none where the host runs ahead.
         message_bytes: Sizes of collectives and messages.
         beside_bytes: Size of the collective that runs beside compute.
+        sweeps: Over all measurements.
     """
 
     samples: int
@@ -42,6 +43,7 @@ class Effort:
     parameters: tuple[ParameterSizes, ...]
     message_bytes: tuple[int, ...]
     beside_bytes: int
+    sweeps: int = 1
 
 
 _CPU_PRODUCTS = (
@@ -91,7 +93,7 @@ def effort_for(device: str, *, quick: bool) -> Effort:
     """What is measured on a type of device: under 90 s on 2 cores, ``quick`` under 20 s."""
     if device == "cpu":
         return Effort(
-            samples=3 if quick else 9,
+            samples=3,
             target_s=0.004 if quick else 0.02,
             products=_CPU_PRODUCTS[::3] if quick else _CPU_PRODUCTS,
             other_products=((1, 256, 256, 256),),
@@ -107,6 +109,7 @@ def effort_for(device: str, *, quick: bool) -> Effort:
             if quick
             else (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21, 1 << 23),
             beside_bytes=1 << 19 if quick else 1 << 21,
+            sweeps=1 if quick else 3,
         )
     return Effort(
         samples=3 if quick else 9,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -10,16 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 
 from autopar.calibration import machine
-from autopar.calibration.clock import num_cores, overlap_clock
+from autopar.calibration.clock import Clock, num_cores, overlap_clock
 from autopar.calibration.communication import Communication
 from autopar.calibration.compute import Compute
 from autopar.calibration.document import render, write_document
 from autopar.calibration.effort import Effort, effort_for
 from autopar.calibration.estimates import Estimates, Measured, Overlap, estimate
+from autopar.calibration.parameters import ParameterSample
 from autopar.calibration.samples import (
     Agreement,
     CollectiveSample,
@@ -28,7 +31,8 @@ from autopar.calibration.samples import (
     WorkSample,
     agreement,
 )
-from autopar.calibration.small_model import sample_of
+from autopar.calibration.small_model import ModelSample, sample_of
+from autopar.calibration.sweeps import merged
 from autopar.ir.errors import AutoparError, ClusterError, RankFailedError
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import DTYPES
@@ -144,16 +148,52 @@ def _measure(
     communicator: DistributedCommunicator,
     progress: Progress | None,
 ) -> Measured:
-    def say(what: str) -> None:
+    def say(what: str, *, sweep: str = "") -> None:
         if progress is not None and communicator.rank == 0:
-            progress(f"measuring {what}")
+            progress(f"measuring {what}{sweep}")
 
     world, device = communicator.group(WORLD_AXIS), communicator.device
     assert isinstance(world, DistributedGroup)
     effort = request.effort or effort_for(device.type, quick=request.quick)
     talk = Communication(world, device, effort, per_node=base.gpus_per_node)
     work = Compute.on(device, effort, talk)
-    precision = base.default_precision
+    beside = _Beside.on(talk, base, device) if world.size > 1 else None
+    usable, context = _memory(base, talk)
+    sweeps: list[Measured] = []
+    for number in range(effort.sweeps):
+        sweep = f", sweep {number + 1} of {effort.sweeps}" if effort.sweeps > 1 else ""
+        say_in_sweep = functools.partial(say, sweep=sweep)
+        compute = _compute(work, effort, base.default_precision, say_in_sweep)
+        say_in_sweep("communication")
+        links: list[CollectiveSample | MessageSample] = []
+        if world.size > 1:
+            links += [*talk.collectives(), *talk.messages()]
+        sweeps.append(
+            Measured(
+                **compute,
+                agreement=talk.agreement(),
+                links=tuple(links),
+                overlap=None if beside is None else beside.measure(),
+                num_sms=machine.num_sms(),
+                usable_bytes=usable,
+                context_bytes=context,
+            )
+        )
+    return merged(sweeps)
+
+
+class _Computed(TypedDict):
+    tiny_model: ModelSample
+    kernel: Timing
+    models: tuple[ModelSample, ...]
+    elementwise: tuple[WorkSample, ...]
+    products: tuple[WorkSample, ...]
+    attention: tuple[WorkSample, ...]
+    others: dict[str, tuple[WorkSample, ...]]
+    parameters: tuple[ParameterSample, ...]
+
+
+def _compute(work: Compute, effort: Effort, precision: Precision, say: Progress) -> _Computed:
     say("launches")
     kernel, tiny = work.kernel(), work.tiny_model()
     say("elementwise kernels")
@@ -166,53 +206,50 @@ def _measure(
     say("attention")
     attention = tuple(work.attention(precision))
     say("small models")
-    models = tuple(work.models(precision))
-    parameters = tuple(work.parameters())
-    say("communication")
-    links: list[CollectiveSample | MessageSample] = []
-    if world.size > 1:
-        links += [*talk.collectives(), *talk.messages()]
-    usable, context = _memory(base, talk)
-    return Measured(
+    models = tuple(
+        sample_of(size, DTYPES[precision], timing, "small models in training")
+        for size, timing in work.models(precision)
+    )
+    return _Computed(
         tiny_model=sample_of(effort.tiny_model, torch.float32, tiny, "tiny model"),
         kernel=kernel,
-        models=tuple(
-            sample_of(size, DTYPES[precision], timing, "small models in training")
-            for size, timing in models
-        ),
+        models=models,
         elementwise=elementwise,
         products=products,
         attention=attention,
         others=others,
-        parameters=parameters,
-        agreement=talk.agreement(),
-        links=tuple(links),
-        overlap=_overlap(talk, base, device, DTYPES[precision]) if world.size > 1 else None,
-        num_sms=machine.num_sms(),
-        usable_bytes=usable,
-        context_bytes=context,
+        parameters=tuple(work.parameters()),
     )
 
 
-def _overlap(
-    talk: Communication, base: Cluster, device: torch.device, dtype: torch.dtype
-) -> Overlap:
+@dataclass(frozen=True, slots=True)
+class _Beside:
     """Products that take about twice as long as the collective beside them."""
-    size = 256 if device.type == "cpu" else 4096
-    left = torch.randn(size, size, device=device).to(dtype)
 
-    def products(num: int) -> Callable[[], None]:
-        def call() -> None:
-            for _ in range(num):
-                torch.mm(left, left)
+    talk: Communication
+    clock: Clock
+    products: Callable[[], None]
 
-        return call
+    @classmethod
+    def on(cls, talk: Communication, base: Cluster, device: torch.device) -> _Beside:
+        size = 256 if device.type == "cpu" else 4096
+        left = torch.randn(size, size, device=device).to(DTYPES[base.default_precision])
 
-    clock = overlap_clock(device, ranks=base.gpus_per_node)
-    one, collective, _ = talk.beside(products(1), clock)
-    num = min(10_000, max(1, round(2 * collective.median_s / one.best_s)))
-    compute, collective, both = talk.beside(products(num), clock)
-    return Overlap(compute=compute, collective=collective, both=both)
+        def products(num: int) -> Callable[[], None]:
+            def call() -> None:
+                for _ in range(num):
+                    torch.mm(left, left)
+
+            return call
+
+        clock = overlap_clock(device, ranks=base.gpus_per_node)
+        one, collective, _ = talk.beside(products(1), clock)
+        num = min(10_000, max(1, round(2 * collective.median_s / one.best_s)))
+        return cls(talk, clock, products(num))
+
+    def measure(self) -> Overlap:
+        compute, collective, both = self.talk.beside(self.products, self.clock)
+        return Overlap(compute=compute, collective=collective, both=both)
 
 
 def _memory(base: Cluster, talk: Communication) -> tuple[int, int]:
