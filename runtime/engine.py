@@ -24,7 +24,9 @@ from autopar.runtime.batches import checksum
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.evaluator import Evaluator
 from autopar.runtime.executor import Executor, num_reductions
+from autopar.runtime.host_copies import HostCopies
 from autopar.runtime.loss_scaler import LossScaler, num_loss_terms
+from autopar.runtime.offloaded_optimizer import OffloadedOptimizer
 from autopar.runtime.optimizers import (
     OptimizerFactory,
     optimizer_factory,
@@ -71,6 +73,7 @@ class Engine:
         self._model, self._program = model, program
         stage = communicator.mesh.coordinates(communicator.rank)[PIPELINE_AXIS]
         communicator.open(_channels(self.schedule), _ties(program))
+        host = HostCopies(communicator.device) if plan.schedule.offload_optimizer else None
         self.store = ParameterStore(
             program,
             model,
@@ -79,6 +82,7 @@ class Engine:
             reduces_each=max(num_reductions(self.schedule, stage).values()) > 1,
             gradient_dtype=DTYPES[plan.training.gradient_dtype],
             reduce_dtype=DTYPES[plan.training.reduce_dtype],
+            host=host,
         )
         self._trainer = Executor(
             program, model, plan, self.schedule, self.store, communicator, learns=True
@@ -92,6 +96,10 @@ class Engine:
         factory = optimizer or optimizer_factory(plan.training)
         trained = [p for p in self.store.parameters.values() if p.requires_grad]
         self.optimizer = require_elementwise(factory(trained)) if trained else None
+        self._offloaded: OffloadedOptimizer | None = None
+        if self.optimizer is not None and host is not None:
+            units = self.store.trained_units()
+            self._offloaded = OffloadedOptimizer(self.optimizer, units, host)
         self._is_loaded = torch.empty(0, device=communicator.device).is_meta
 
     def train_step(self, batch: Mapping[str, Tensor], *, local: bool = False) -> StepResult:
@@ -128,7 +136,7 @@ class Engine:
                 totals,
                 self.store,
                 self.loss_scaler,
-                self.optimizer,
+                self._step_optimizer,
                 max_grad_norm=self.plan.training.max_grad_norm,
                 keeps_gradients=self.keep_gradients,
             )
@@ -243,6 +251,12 @@ class Engine:
             f"rank {self.communicator.rank}, stage {self.stage}, outside of a step: "
             f"{type(error).__name__}: {error}"
         )
+
+    def _step_optimizer(self) -> None:
+        if self._offloaded is not None:
+            self._offloaded.step()
+        elif self.optimizer is not None:
+            self.optimizer.step()
 
     def _numbers(self) -> dict[str, Tensor]:
         """What a checkpoint holds beside tensors of parameters."""

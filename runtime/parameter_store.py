@@ -31,6 +31,7 @@ from autopar.ir.mesh import (
 from autopar.ir.placement import INVARIANT, Placement, State, StateKind, local_shape
 from autopar.ir.program import LocalTensor, Program
 from autopar.runtime.communicator import Communicator, Work
+from autopar.runtime.host_copies import HostCopies
 from autopar.runtime.parameter_layout import ParameterLayout, master_dtype
 from autopar.runtime.parameter_unit import HeldGradients, ParameterUnit, UnitGroups
 
@@ -66,7 +67,7 @@ class ParameterStore:
         zero_stage: 0 stores whole parameters on every data rank, 1 to 3 shards over ``dp_shard``,
             and over context and expert axes where a parameter is whole on them.
         reduces_each: The schedule reduces after each backward instead of once a step.
-        gradient_dtype, reduce_dtype: See ``ParameterUnit``.
+        gradient_dtype, reduce_dtype, host: See ``ParameterUnit``.
     """
 
     def __init__(
@@ -79,8 +80,9 @@ class ParameterStore:
         reduces_each: bool,
         gradient_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
+        host: HostCopies | None = None,
     ) -> None:
-        self._communicator = communicator
+        self._communicator, self._host = communicator, host
         self._reduces_each = reduces_each
         self._gradient_dtype, self._reduce_dtype = gradient_dtype, reduce_dtype
         self._coordinates = communicator.mesh.coordinates(communicator.rank)
@@ -233,7 +235,7 @@ class ParameterStore:
             unit = self._unit_of(name)
             for work in unit.start_sum(unit.gradient_of(name), group):
                 work.wait()
-        for unit in self._trained():
+        for unit in self.trained_units():
             unit.attach_gradients()
 
     def squared_norm(self) -> Tensor:
@@ -251,14 +253,14 @@ class ParameterStore:
     def keep_gradients(self) -> None:
         """Keep copies of all gradients in ``kept_gradients``."""
         self.kept_gradients = {
-            name: parameter.grad.clone()
-            for name, parameter in self.parameters.items()
-            if parameter.grad is not None
+            name: unit.gradient_view(index).clone()
+            for unit in self.trained_units()
+            for index, name in enumerate(unit.parameters)
         }
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients."""
-        for unit in self._trained():
+        for unit in self.trained_units():
             assert unit.gradient is not None
             unit.gradient.mul_(factor)
 
@@ -268,8 +270,14 @@ class ParameterStore:
         for unit in self._units.values():
             unit.drop_gradients()
 
-    def _trained(self) -> Iterator[ParameterUnit]:
-        return (unit for unit in self._units.values() if unit.trainable)
+    def renew(self) -> None:
+        """Parameters were loaded: use them."""
+        for unit in self._units.values():
+            unit.renew()
+
+    def trained_units(self) -> tuple[ParameterUnit, ...]:
+        """Units whose parameters take gradients."""
+        return tuple(unit for unit in self._units.values() if unit.trainable)
 
     def _start(self, reduction: Iterator[Work]) -> None:
         work = next(reduction, None)
@@ -345,6 +353,7 @@ class ParameterStore:
                 tensor=group(TENSOR_AXIS),
             ),
             device=self._communicator.device,
+            host=self._host,
         )
 
 

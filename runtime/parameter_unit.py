@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.communicator import Group, Work
+from autopar.runtime.host_copies import HostCopies
 from autopar.runtime.parameter_layout import ParameterLayout, master_dtype
 
 
@@ -45,6 +46,8 @@ class ParameterUnit:
             the sum.
         gradient_dtype: In which gradients are accumulated.
         reduce_dtype: In which they are sent to be summed.
+        host: Keeps master weights of trained parameters where these are wider than
+            ``compute_dtype``: the device has a shard in that then. None: all is on the device.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class ParameterUnit:
         reduce_dtype: torch.dtype,
         groups: UnitGroups,
         device: torch.device,
+        host: HostCopies | None = None,
     ) -> None:
         self.layouts = tuple(layouts)
         self.trainable = trainable
@@ -70,14 +74,20 @@ class ParameterUnit:
         self._num_shards = 1 if groups.shard is None else groups.shard.size
         self._offsets = _offsets([layout.chunk_numel for layout in layouts])
         self._shard_numel = self._offsets[-1]
-        self._master = torch.zeros(self._shard_numel, dtype=self._master_dtype, device=device)
+        self._device, self.is_offloaded = device, host is not None and trainable
+        self._master = self._shard = torch.zeros(
+            self._shard_numel, dtype=self._master_dtype, device=device
+        )
+        if host is not None and self._master_dtype != compute_dtype:
+            self._master = host.empty((self._shard_numel,), self._master_dtype)
+            self._shard = self._shard.to(compute_dtype)
         self.parameters: Mapping[str, nn.Parameter] = {
             layout.name: nn.Parameter(
                 self._shard_view(self._master, index), requires_grad=trainable
             )
             for index, layout in enumerate(layouts)
         }
-        self._is_stored_whole = self._num_shards == 1 and self._master_dtype == compute_dtype
+        self._is_stored_whole = self._num_shards == 1 and self._shard.dtype == compute_dtype
         self._buffer = self._make_buffer(device)
         self.tensors: Mapping[str, Tensor] = self._make_tensors()
         self._gathering: tuple[Work, Tensor] | None = None
@@ -92,7 +102,7 @@ class ParameterUnit:
         if self._is_gathered or self._gathering is not None or self._num_shards == 1:
             return
         assert self._groups.shard is not None
-        shard = self._master.to(self._dtype)
+        shard = self._shard.to(self._dtype)
         gathered = shard.new_empty(self._num_shards * self._shard_numel)
         self._gathering = (self._groups.shard.start_all_gather(gathered, shard), gathered)
 
@@ -105,7 +115,7 @@ class ParameterUnit:
         with torch.no_grad(), keep_version(self._buffer):
             self._buffer.untyped_storage().resize_(self._buffer.numel() * self._buffer.itemsize)
             if self._num_shards == 1:
-                self._buffer.copy_(self._master)
+                self._buffer.copy_(self._shard)
             else:
                 assert self._gathering is not None, "gathered parameters are used without a gather"
                 work, gathered = self._gathering
@@ -168,11 +178,41 @@ class ParameterUnit:
         return self.gradient[self._offsets[index] : self._offsets[index + 1]]
 
     def attach_gradients(self) -> None:
-        """Make ``gradient`` the gradients of ``parameters``, in their type."""
+        """Make ``gradient`` the gradients of ``parameters``, in their type; of those on the host
+        only when they come to the device.
+        """
         assert self.gradient is not None
         self.gradient = self.gradient.to(self._master_dtype)
-        for index, parameter in enumerate(self.parameters.values()):
-            parameter.grad = self._shard_view(self.gradient, index)
+        if not self.is_offloaded:
+            for index, parameter in enumerate(self.parameters.values()):
+                parameter.grad = self.gradient_view(index)
+
+    def gradient_view(self, index: int) -> Tensor:
+        """The gradient of a parameter: of its shard, without padding."""
+        assert self.gradient is not None
+        return self._shard_view(self.gradient, index)
+
+    def master_on_host(self, first: int, end: int) -> Tensor | None:
+        """Master weights of parameters ``[first, end)``, with padding; None where they are on the
+        device.
+        """
+        if self._master is self._shard:
+            return None
+        return self._master[self._offsets[first] : self._offsets[end]]
+
+    def part_of(self, run: Tensor, index: int, first: int) -> Tensor:
+        """The shard of a parameter in a run of them that begins with parameter ``first``."""
+        return self._shard_view(run, index, self._offsets[first])
+
+    def take_master(self, run: Tensor, first: int, end: int) -> None:
+        """Use updated master weights of parameters ``[first, end)``, which are on the device."""
+        with torch.no_grad():
+            self._shard[self._offsets[first] : self._offsets[end]].copy_(run)
+
+    def renew(self) -> None:
+        """Master weights changed: use them."""
+        if self._master is not self._shard:
+            self.take_master(self._master, 0, len(self.layouts))
 
     def drop_gradients(self) -> None:
         """Forget all gradients."""
@@ -224,12 +264,12 @@ class ParameterUnit:
 
     def _zeros(self) -> Tensor:
         numel = self._num_shards * self._shard_numel
-        return self._master.new_zeros(numel, dtype=self._gradient_dtype)
+        return torch.zeros(numel, dtype=self._gradient_dtype, device=self._device)
 
     def _make_buffer(self, device: torch.device) -> Tensor:
         """Where the gathered parameters lie."""
         if self._is_stored_whole:
-            return self._master
+            return self._shard
         starts = _offsets([layout.chunk_numel * self._num_shards for layout in self.layouts])
         return torch.empty(starts[-1], dtype=self._dtype, device=device)
 
@@ -250,8 +290,8 @@ class ParameterUnit:
         view = self._buffer[start : start + layout.local_shape[0] * layout.row_numel]
         return view.view(layout.local_shape)
 
-    def _shard_view(self, flat: Tensor, index: int) -> Tensor:
-        layout, start = self.layouts[index], self._offsets[index]
+    def _shard_view(self, flat: Tensor, index: int, before: int = 0) -> Tensor:
+        layout, start = self.layouts[index], self._offsets[index] - before
         num_rows = layout.shard_shape[0]
         return flat[start : start + num_rows * layout.row_numel].view(layout.shard_shape)
 

@@ -38,6 +38,7 @@ def load_parameters(
         if whole is None:
             raise InputError(f"parameter {layout.name} is missing")
         _fill(store.parameters[layout.name], whole, layout, communicator)
+    store.renew()
 
 
 def full_parameters(
@@ -140,6 +141,7 @@ def load(
                 state[_state_key(key)] = value
             else:
                 state[_state_key(key)] = whole
+    store.renew()
     numbers = (key for key in stored if "/" not in key)
     return {key: float(read_tensor(path, key, stored)) for key in numbers}
 
@@ -172,7 +174,8 @@ def _fill(
 
 
 def _whole(part: Tensor, layout: ParameterLayout, communicator: Communicator) -> Tensor:
-    return layout.assemble(part.detach(), communicator.group)
+    """Of a part that may be on the host."""
+    return layout.assemble(part.detach().to(communicator.device), communicator.group)
 
 
 def _all_whole(
@@ -193,7 +196,9 @@ def _all_whole(
         part = part_of(name)
         whole: Tensor | None = None
         if part is not None:
-            whole = _whole(part, store.layouts[name], communicator) if is_sharded else part
+            whole = part.to(communicator.device)
+            if is_sharded:
+                whole = _whole(part, store.layouts[name], communicator)
         if stage != store.stages[name][0] or whole is None:
             shape = model.parameters[name].shape if is_sharded else ()
             dtype = store.dtypes[name] if is_sharded else torch.float32

@@ -5,6 +5,7 @@ given to the optimizer.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -113,12 +114,12 @@ def update(
     totals: Totals,
     store: ParameterStore,
     scaler: LossScaler,
-    optimizer: torch.optim.Optimizer | None,
+    step: Callable[[], None],
     *,
     max_grad_norm: float | None,
     keeps_gradients: bool,
 ) -> Updated:
-    """Divide the gradients by the weight and the scale of the loss, clip them, and step."""
+    """Divide the gradients by the weight and the scale of the loss, clip them, and ``step``."""
     divisor = totals.weight * scaler.seed
     grad_norm = totals.squares**0.5 / divisor
     taken = scaler.accepts(is_finite=math.isfinite(totals.squares))
@@ -129,7 +130,6 @@ def update(
         factor = 1.0 if max_grad_norm is None else max_grad_norm / (grad_norm + _CLIP_EPS)
         if not factor >= 1:  # also where the norm is not a number, as torch has it
             store.scale_gradients(factor)
-        if optimizer is not None:
-            optimizer.step()
+        step()
     store.drop_gradients()
     return Updated(grad_norm=grad_norm, skipped=not taken)

@@ -78,6 +78,7 @@ class Candidate:
     extra_in_flight: int = 0  # beyond what 1F1B needs; see ``orders.most_forwards``
     loss_chunks: int = 1
     chunks_open: bool = False
+    offload_optimizer: bool = False  # master weights and optimizer state are on the host
     group_order: tuple[int, ...] = ()  # groups of nodes in the order of ranks; of one kind: none
     shares: tuple[int, ...] = ()  # micro-batches of a data rank of each group; none: all alike
 
@@ -169,5 +170,6 @@ class Candidate:
             + (f" × {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else "")
             + (f", {self.extra_in_flight} more in flight" if self.extra_in_flight else "")
             + (f", loss in {self.loss_chunks} chunks" if self.loss_chunks > 1 else "")
+            + ", optimizer state offloaded" * self.offload_optimizer
             + self._order_text()
         )

@@ -93,7 +93,7 @@ class Estimator:
             self.cluster,
             global_batch_size=global_batch_size,
             model=self.search.divisible,
-            pin={"virtual_stages": 1, "loss_chunks": 1, **as_given, **pin},
+            pin={"virtual_stages": 1, "loss_chunks": 1, "offload_optimizer": 0, **as_given, **pin},
         )
         only = found[0]
         names = [

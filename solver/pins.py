@@ -22,6 +22,7 @@ INTEGER_PINS = (
     "sequence_parallel",
     "loss_parallel",
     "loss_chunks",
+    "offload_optimizer",
 )
 CHOICE_PINS: Mapping[str, tuple[str, ...]] = {
     "recompute": get_args(RecomputeName),
@@ -35,6 +36,7 @@ _RANGES: Mapping[str, tuple[int, int | None]] = {
     "zero_stage": (0, 3),
     "sequence_parallel": (0, 1),
     "loss_parallel": (0, 1),
+    "offload_optimizer": (0, 1),
     "extra_in_flight": (0, None),
 }
 Pins = Mapping[str, int | str]

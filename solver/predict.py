@@ -137,7 +137,7 @@ def _rank(solved: Solved, stage: int, whole: Candidate) -> RankPrediction:
     compute = forward + total(costs.backward_s) - comm
     again = total(costs.forward_s * stager.again())
     adding = total(stager.adding_s())
-    optimizer = optimizer_s(stager, solved.segments)[stage]
+    optimizer, copying = optimizer_s(stager, solved.segments)[stage], total(stager.copying_s())
     busy, exposed = solved.simulation.busy_s[stage], solved.simulation.exposed_s[stage]
     own = num * (compute + comm + again + adding) + optimizer
     slowed = busy - own
@@ -146,7 +146,8 @@ def _rank(solved: Solved, stage: int, whole: Candidate) -> RankPrediction:
         "communication in layers": num * comm,
         "recomputation": num * again,
         "adding gradients": num * adding,
-        "optimizer": optimizer,
+        "optimizer": optimizer - copying,
+        "copies of optimizer state": copying,
         "exposed data-parallel communication": exposed,
         "slowdown by hidden communication": slowed if slowed > _ROUNDING * busy else 0.0,
         WAITING: max(0.0, solved.step_s - busy - exposed),

@@ -187,6 +187,7 @@ def make_plan(
             recomputed_blocks=candidate.recomputed_blocks,
             extra_in_flight=candidate.extra_in_flight,
             loss_chunks=candidate.loss_chunks,
+            offload_optimizer=candidate.offload_optimizer,
         ),
         training=training,
         pins=instance.pin,

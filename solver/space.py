@@ -197,6 +197,7 @@ def _of_mesh(
                         extra_in_flight=int(pin.get("extra_in_flight", 0)),
                         loss_chunks=int(pin.get("loss_chunks", 1)),
                         chunks_open="loss_chunks" not in pin and not shares,
+                        offload_optimizer=bool(pin.get("offload_optimizer", 0)),
                         group_order=order,
                         shares=shares,
                     )

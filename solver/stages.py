@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 from autopar.ir.moves import Collective
 from autopar.solver.candidates import Candidate
 from autopar.solver.costs.comm import Group, Links, group_of
-from autopar.solver.costs.memory import Itemsizes, StageContents, rank_bytes, shard_numel
+from autopar.solver.costs.memory import (
+    Itemsizes,
+    StageContents,
+    rank_bytes,
+    resident_state,
+    shard_numel,
+    state_buffer_bytes,
+)
 from autopar.solver.costs.parameters import ParameterCosts
 from autopar.solver.facts import BlockCosts, Floats
 from autopar.solver.hardware import Cluster
@@ -141,13 +148,21 @@ class Stager:
 
     @functools.cached_property
     def _optimizer_s(self) -> Floats:
-        numel = self.costs.numel
-        if self.candidate.zero_stage:
-            numel = self._shard_numel(numel, self.costs.expert_numel)
+        numel = self._updated(self.costs.numel, self.costs.expert_numel)
         num = self.costs.num_first_parameters
-        return self.sites.most(
-            lambda cluster: ParameterCosts(cluster.hardware, self.sizes).update_s(num, numel)
-        )
+
+        def seconds(cluster: Cluster) -> Floats:
+            costs = ParameterCosts(cluster.hardware, self.sizes)
+            if not self.candidate.offload_optimizer:
+                return costs.update_s(num, numel)
+            return costs.offloaded_update_s(num, numel, ranks=cluster.gpus_per_node)
+
+        return self.sites.most(seconds)
+
+    def copying_s(self) -> Floats:
+        """Of ``optimizer_s``, what offloading adds to it."""
+        resident = replace(self.candidate, offload_optimizer=False)
+        return self.optimizer_s() - replace(self, candidate=resident).optimizer_s()
 
     def once_s(self) -> Floats:
         """Seconds of the optimizer and of reductions over the tensor axis, once a step."""
@@ -241,6 +256,7 @@ class Stager:
             numel=numel,
             expert_numel=experts,
             segment_numel=largest,
+            block_updated=float(self._block_updated[own].max()),
             num_segments=len(own) if candidate.per_block else len(runs),
             overlap=self._overlaps(stage),
             activation_bytes=kept_bytes,
@@ -269,6 +285,7 @@ class Stager:
             num_shards=self.candidate.num_shards,
             ep=self.candidate.ep,
             layered=self.candidate.schedule == "layered",
+            offload_optimizer=self.candidate.offload_optimizer,
             memory=self.sites.memory[stage],
         )
 
@@ -383,15 +400,27 @@ class Stager:
         """Bytes of parameters, gradients and optimizer state, and of gradients widened to fp32."""
         candidate, sizes, zero = self.candidate, self.sizes, self.candidate.zero_stage
         sharded = self._shard_numel(numel, experts)
-        master = sizes.master
-        if not master and zero in (1, 2) and candidate.num_shards > 1:
-            master = sizes.compute
+        master, moments = resident_state(
+            sizes,
+            zero_stage=zero,
+            num_shards=candidate.num_shards,
+            offload_optimizer=candidate.offload_optimizer,
+        )
         fixed = (
             (sharded if zero == 3 else numel) * sizes.compute
-            + (sharded if zero >= 1 else numel) * (master + sizes.moments)
+            + self._updated(numel, experts) * (master + moments)
             + (sharded if zero >= 2 else numel) * sizes.gradient
         )
-        return fixed, (sharded if zero >= 1 else numel) * sizes.widened
+        return fixed, self._updated(numel, experts) * sizes.widened
+
+    def _updated(self, numel: Floats, experts: Floats) -> Floats:
+        """Elements that the optimizer of a rank updates."""
+        return self._shard_numel(numel, experts) if self.candidate.zero_stage else numel
+
+    @functools.cached_property
+    def _block_updated(self) -> Floats:
+        """The same of each block."""
+        return self._updated(self.costs.shared_numel, self.costs.shared_expert_numel)
 
     @functools.cached_property
     def _lost_shares(self) -> Floats:
@@ -469,6 +498,9 @@ class Stager:
         zero = candidate.zero_stage
         numel, experts = self._run_numel(runs)
         fixed, floor = self._parameter_bytes(numel, experts)
+        if candidate.offload_optimizer:
+            updated, of_block = self._updated(numel, experts), runs.maxima(self._block_updated)
+            floor = floor + state_buffer_bytes(sizes, updated, of_block)
         largest, doubled = runs.maxima(costs.shared_numel), np.minimum(2, runs.length)
         if not candidate.per_block:
             largest = numel

@@ -9,14 +9,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autopar.calibration.clock import Call, Clock, MeetingClock, WallClock, compute_clock, measure
+from autopar.calibration.clock import (
+    Call,
+    Clock,
+    MeetingClock,
+    WallClock,
+    compute_clock,
+    measure,
+    wall_clock,
+)
 from autopar.calibration.communication import Communication
 from autopar.calibration.effort import Effort, Shape
 from autopar.calibration.parameters import Parameters, ParameterSample
-from autopar.calibration.samples import Timing, WorkSample
+from autopar.calibration.samples import HostSample, Timing, WorkSample
 from autopar.calibration.small_model import ModelSize, training_of
 from autopar.ir.plan import PrecisionName
 from autopar.ir.precision import DTYPES
+from autopar.runtime.host_copies import HostCopies
 from autopar.solver.costs.products import Product
 from autopar.solver.costs.work import Attention, Work
 
@@ -139,6 +148,22 @@ class Compute:
             timing = self._time(Parameters(sizes, self.device).take_gradients)
             yield ParameterSample(what="gradients", sizes=sizes, timing=timing)
 
+    def host_copies(self) -> HostSample:
+        """Copies between device and host, in both directions at once where there are two."""
+        copies, numel = HostCopies(self.device), self.effort.copied_bytes // 4
+        here, there = torch.zeros(numel, device=self.device), copies.empty((numel,), torch.float32)
+        back = copies.empty((numel,), torch.float32)
+
+        def both() -> None:
+            coming = copies.bring([there])
+            copies.send([here], [back]).finish()
+            coming.finish()
+
+        is_cpu = self.device.type == "cpu"
+        call = (lambda: copies.bring([there])) if is_cpu else both
+        clock = self.clock if is_cpu else wall_clock(self.device)
+        return HostSample(num_bytes=4 * numel, timing=self._time(call, clock))
+
     def kernel(self) -> Timing:
         """An empty kernel, and the gap to the next: tiny kernels that wait behind a long one."""
         tiny, num = torch.zeros(8, device=self.device), self.effort.chain
@@ -161,10 +186,10 @@ class Compute:
         )
         return self.agree(found)
 
-    def _time(self, call: Call) -> Timing:
+    def _time(self, call: Call, clock: Clock | None = None) -> Timing:
         effort = self.effort
         return self.agree(
-            measure(self.clock, call, target_s=effort.target_s, samples=effort.samples)
+            measure(clock or self.clock, call, target_s=effort.target_s, samples=effort.samples)
         )
 
     def _tensor(self, shape: Shape, dtype: torch.dtype) -> Tensor:

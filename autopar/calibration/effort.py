@@ -26,6 +26,7 @@ class Effort:
         models: Ones whose memory-bound kernels count; none where single kernels say enough.
         parameters: Ones that the runtime updates, the first of them small, whose gradients it
             takes; none where the host runs ahead.
+        copied_bytes: Size of what is copied between device and host.
         message_bytes: Sizes of collectives and messages.
         beside_bytes: Size of the collective that runs beside compute.
         sweeps: Over all measurements.
@@ -41,6 +42,7 @@ class Effort:
     tiny_model: ModelSize
     models: tuple[ModelSize, ...]
     parameters: tuple[ParameterSizes, ...]
+    copied_bytes: int
     message_bytes: tuple[int, ...]
     beside_bytes: int
     sweeps: int = 1
@@ -105,6 +107,7 @@ def effort_for(device: str, *, quick: bool) -> Effort:
             tiny_model=_TINY,
             models=(_SMALL,) if quick else _MODELS,
             parameters=_PARAMETERS[:2] if quick else _PARAMETERS,
+            copied_bytes=1 << 22 if quick else 1 << 24,
             message_bytes=(1 << 10, 1 << 18)
             if quick
             else (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21, 1 << 23),
@@ -122,6 +125,7 @@ def effort_for(device: str, *, quick: bool) -> Effort:
         tiny_model=_TINY,
         models=(),
         parameters=(),
+        copied_bytes=1 << 26,
         message_bytes=(1 << 12, 1 << 24, 1 << 27)
         if quick
         else tuple(1 << power for power in range(10, 30, 2)),

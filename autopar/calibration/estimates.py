@@ -10,6 +10,7 @@ from autopar.calibration.hardware import on, value_at, with_values
 from autopar.calibration.parameters import ParameterSample
 from autopar.calibration.samples import (
     CollectiveSample,
+    HostSample,
     MessageSample,
     Sample,
     Timing,
@@ -42,6 +43,7 @@ class Measured:
         elementwise, products, attention: In the dtype that the hardware trains in.
         others: Products in other dtypes, by precision.
         parameters: What the runtime does with parameters; none where the host runs ahead.
+        host: Copies between device and host.
         agreement: What ranks agree on once a step.
         links: Collectives and messages, inside and between nodes; empty for one rank.
         overlap: None for one rank.
@@ -58,6 +60,7 @@ class Measured:
     attention: tuple[WorkSample, ...]
     others: Mapping[str, tuple[WorkSample, ...]]
     parameters: tuple[ParameterSample, ...]
+    host: HostSample
     agreement: Timing
     links: tuple[CollectiveSample | MessageSample, ...]
     overlap: Overlap | None
@@ -70,7 +73,7 @@ class Measured:
         samples: list[Sample] = [*self.elementwise, *self.products, *self.attention]
         for others in self.others.values():
             samples += others
-        return (*samples, *self.models, *self.parameters, *self.links)
+        return (*samples, *self.models, *self.parameters, self.host, *self.links)
 
 
 @dataclass(slots=True)
@@ -119,6 +122,7 @@ def estimate(base: Cluster, measured: Measured) -> Estimates:
     found = Estimates(base)
     _compute(found, measured)
     _runtime(found, measured)
+    _host_link(found, measured.host)
     _communication(found, measured)
     found.set({"chip.usable_bytes": measured.usable_bytes}, "measurement: free memory, by rank")
     found.set(
@@ -201,6 +205,19 @@ def _runtime(found: Estimates, measured: Measured) -> None:
     found.set(
         {"runtime.step_s": measured.agreement.median_s},
         "measurement: an all-reduce of five numbers, median",
+    )
+
+
+def _host_link(found: Estimates, sample: HostSample) -> None:
+    """Of all ranks of a node at once: fewer are taken to be no faster."""
+    speed, ranks = sample.num_bytes / sample.measured_s, found.cluster.gpus_per_node
+    found.set(
+        {
+            "host_link.bytes_per_s": speed,
+            "host_link.node_bytes_per_s": speed * ranks,
+            "host_link.efficiency": 1.0,
+        },
+        f"measurement: copies of {sample.num_bytes >> 20} MiB, all ranks of a node at once",
     )
 
 

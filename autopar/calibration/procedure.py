@@ -26,6 +26,7 @@ from autopar.calibration.parameters import ParameterSample
 from autopar.calibration.samples import (
     Agreement,
     CollectiveSample,
+    HostSample,
     MessageSample,
     Timing,
     WorkSample,
@@ -191,6 +192,7 @@ class _Computed(TypedDict):
     attention: tuple[WorkSample, ...]
     others: dict[str, tuple[WorkSample, ...]]
     parameters: tuple[ParameterSample, ...]
+    host: HostSample
 
 
 def _compute(work: Compute, effort: Effort, precision: Precision, say: Progress) -> _Computed:
@@ -210,6 +212,8 @@ def _compute(work: Compute, effort: Effort, precision: Precision, say: Progress)
         sample_of(size, DTYPES[precision], timing, "small models in training")
         for size, timing in work.models(precision)
     )
+    parameters = tuple(work.parameters())
+    say("copies")
     return _Computed(
         tiny_model=sample_of(effort.tiny_model, torch.float32, tiny, "tiny model"),
         kernel=kernel,
@@ -218,7 +222,8 @@ def _compute(work: Compute, effort: Effort, precision: Precision, say: Progress)
         products=products,
         attention=attention,
         others=others,
-        parameters=tuple(work.parameters()),
+        parameters=parameters,
+        host=work.host_copies(),
     )
 
 

@@ -100,6 +100,24 @@ class CollectiveSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostSample:
+    """So many bytes copied from host to device, and beside them as many back, while all ranks of
+    the node do the same; on the CPU, which is both, a copy.
+    """
+
+    num_bytes: int
+    timing: Timing
+    kind: str = "copies between host and device"
+
+    @property
+    def measured_s(self) -> float:
+        return self.timing.compute_s
+
+    def predicted_s(self, cluster: Cluster) -> float:
+        return self.num_bytes / cluster.hardware.host_link.rank_bytes_per_s(cluster.gpus_per_node)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MessageSample:
     """A message to one rank, while ``sharing`` ranks of the node send one."""
 

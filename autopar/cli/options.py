@@ -21,6 +21,7 @@ INTEGER_PINS = (
     "sequence_parallel",
     "loss_parallel",
     "loss_chunks",
+    "offload_optimizer",
 )
 CHOICE_PINS = {
     "recompute": ("none", "selective", "selective_op", "selective_layer", "blocks", "full"),

@@ -41,6 +41,7 @@ def _text(plan: Plan, simulation: api.Simulation) -> str:
     virtual = f" × {schedule.virtual_stages} virtual stages" * (schedule.virtual_stages > 1)
     extra = f", {schedule.extra_in_flight} more in flight" * (schedule.extra_in_flight > 0)
     extra += f", loss in {schedule.loss_chunks} chunks" * (schedule.loss_chunks > 1)
+    extra += ", optimizer state offloaded" * schedule.offload_optimizer
     title = (
         f"step {seconds_text(simulation.step_s)}: {schedule.name}{virtual}{extra}, ZeRO stage "
         f"{schedule.zero_stage}, {batch.num_micro_batches} micro-batches"

@@ -20,7 +20,7 @@ def pins_of(row: EstimateRow) -> dict[str, int | str]:
     rank not shared. Layers are spread evenly over stages, as frameworks do it. A head that is tied
     to Megatron-LM's sharded embedding shares its vocabulary in the loss, too; an untied one (of
     ``swiglu`` models) gives whole logits: without that, runs fit that ran out of memory. None
-    of the frameworks computes its loss in chunks.
+    of the frameworks computes its loss in chunks, or offloads its optimizer.
     """
     return {
         "tp": row.tp,
@@ -36,6 +36,7 @@ def pins_of(row: EstimateRow) -> dict[str, int | str]:
         "sequence_parallel": int(row.seq_parallel and row.tp > 1),
         "loss_parallel": int(row.shape.mlp != "swiglu"),
         "loss_chunks": 1,
+        "offload_optimizer": 0,
         "kernel": row.kernel,
         "precision": row.precision,
         "comm_precision": row.comm_precision,

@@ -72,6 +72,7 @@ def _decisions(plan: Plan) -> str:
             + (f" × {schedule.virtual_stages} virtual stages" * (schedule.virtual_stages > 1))
             + f", {schedule.extra_in_flight} more in flight" * (schedule.extra_in_flight > 0)
             + f", loss in {schedule.loss_chunks} chunks" * (schedule.loss_chunks > 1)
+            + ", optimizer state offloaded" * schedule.offload_optimizer
             + f", ZeRO stage {schedule.zero_stage}, recompute {schedule.recompute}",
         ),
         (

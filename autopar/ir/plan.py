@@ -132,7 +132,8 @@ class SchedulePlan:
     """Order of the work: schedule, recomputation, ZeRO stage, virtual stages on each stage; and by
     which kernels it is done (``autopar.ir.kernels``). ``recomputed_blocks`` are those of
     ``recompute`` "blocks"; ``extra_in_flight`` are micro-batches that stages run ahead more than
-    1F1B needs. The loss is computed in ``loss_chunks`` slices of a micro-batch's tokens.
+    1F1B needs. The loss is computed in ``loss_chunks`` slices of a micro-batch's tokens. With
+    ``offload_optimizer`` master weights and optimizer state are in the host's memory.
     """
 
     name: ScheduleName
@@ -143,6 +144,7 @@ class SchedulePlan:
     recomputed_blocks: tuple[int, ...] = ()
     extra_in_flight: int = 0
     loss_chunks: int = 1
+    offload_optimizer: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)

@@ -89,6 +89,7 @@ def _bytes(run: Run, stage: StageContents, values: Values) -> float:
         num_shards=run.candidate.num_shards,
         ep=run.candidate.ep,
         layered=run.candidate.schedule == "layered",
+        offload_optimizer=run.candidate.offload_optimizer,
         memory=with_values(run.cluster.hardware, values).memory,
     )
     return float(sum(causes.values()))

@@ -57,6 +57,7 @@ class Layout:
             "kernel": self.kernel,
             "cuts": "even",
             "loss_chunks": 1,
+            "offload_optimizer": 0,
         }
 
     @property

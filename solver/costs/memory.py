@@ -7,6 +7,8 @@ optimizer               two moments for Adam and AdamW, as master weights
 gradients               as accumulated (by default fp32 or wider); ZeRO ≥ 2 keeps a shard
 fp32 gradients          of a shard of narrower gradients, for the optimizer: what they need beyond
                         what is free by then
+state buffers           of offloaded master weights and optimizer state, which live on the host: the
+                        buckets that are on the device while they are stepped, beyond the same
 gradient buffers        a segment's gradients before they are added or reduced
 gather buffers          ZeRO 3: the gathered parameters of two segments
 activations             what autograd keeps, or the inputs of recomputed blocks, of all
@@ -30,6 +32,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.ir.offload import STATE_BUCKET_NUMEL, STATE_BUCKETS
 from autopar.ir.plan import PrecisionName, TrainingPlan
 from autopar.solver.hardware.spec import Memory
 
@@ -45,6 +48,13 @@ class Itemsizes:
     moments: int
     gradient: int  # as they are accumulated
     reduce: int  # as they are sent
+
+    @property
+    def offloaded(self) -> int:
+        """Of master weights and optimizer state that can be on the host: master weights that are no
+        wider than parameters are the parameters.
+        """
+        return self.master + self.moments
 
     @property
     def widened(self) -> int:
@@ -78,6 +88,7 @@ class StageContents:
         numel: Elements of its parameters as segments use them: sharded over layout axes only.
         expert_numel: The part of them that the expert axis shards.
         segment_numel: Elements of the parameters of its largest segment.
+        block_updated: Elements that the optimizer updates of the block with most of them.
         num_segments: Segments on the stage.
         overlap: Whether several micro-batches are in flight.
         activation_bytes: Of all micro-batches in flight.
@@ -89,6 +100,7 @@ class StageContents:
     numel: float
     expert_numel: float
     segment_numel: float
+    block_updated: float
     num_segments: int
     overlap: bool
     activation_bytes: float
@@ -102,6 +114,29 @@ def shard_numel(numel: Numel, expert_numel: Numel, *, num_shards: int, ep: int) 
     return (numel + (ep - 1) * expert_numel) / num_shards
 
 
+def resident_state(
+    sizes: Itemsizes, *, zero_stage: int, num_shards: int, offload_optimizer: bool
+) -> tuple[int, int]:
+    """Bytes for each updated element of master weights and of optimizer state, on the device.
+
+    With fp32 compute, ZeRO 1 and 2 hold their shard beside the gathered parameters; where wider
+    master weights are offloaded, they do so in the dtype of compute.
+    """
+    shard = sizes.compute if zero_stage in (1, 2) and num_shards > 1 else 0
+    if offload_optimizer:
+        return shard, 0
+    return sizes.master or shard, sizes.moments
+
+
+def state_buffer_bytes(sizes: Itemsizes, updated: Numel, block_updated: Numel) -> Numel:
+    """Of buckets of offloaded state on the device: ``updated`` elements in all, so many at the most
+    in a block. A bucket is full with the parameter that fills it.
+    """
+    most = STATE_BUCKETS * (STATE_BUCKET_NUMEL + block_updated)
+    found: Numel = np.minimum(updated, most) * sizes.offloaded
+    return found
+
+
 def rank_bytes(
     stage: StageContents,
     *,
@@ -110,6 +145,7 @@ def rank_bytes(
     num_shards: int,
     ep: int,
     layered: bool,
+    offload_optimizer: bool,
     memory: Memory,
 ) -> dict[str, int]:
     """Bytes by cause; their sum is the peak.
@@ -117,14 +153,16 @@ def rank_bytes(
     Args:
         num_shards: Ranks over which ZeRO shards what all of them use whole; the expert axis is one
             of their axes, so that experts have ``num_shards / ep``.
+        offload_optimizer: Whether master weights and optimizer state are on the host.
         memory: What tensors cannot use.
     """
     sharded = shard_numel(stage.numel, stage.expert_numel, num_shards=num_shards, ep=ep)
     stored = sharded if zero_stage == 3 else stage.numel
     accumulated = sharded if zero_stage >= 2 else stage.numel
     updated = sharded if zero_stage >= 1 else stage.numel
-    # With fp32 compute, ZeRO 1 and 2 hold their shard beside the gathered parameters.
-    master = sizes.master or (sizes.compute if zero_stage in (1, 2) and num_shards > 1 else 0)
+    master, moments = resident_state(
+        sizes, zero_stage=zero_stage, num_shards=num_shards, offload_optimizer=offload_optimizer
+    )
     gathered = 0.0
     if zero_stage == 3 and num_shards > 1:
         gathered = stage.segment_numel * min(2, stage.num_segments) * sizes.compute
@@ -140,12 +178,17 @@ def rank_bytes(
         + stage.message_bytes
         + gathered
     )
+    widened = max(0.0, updated * sizes.widened - dynamic)
+    at_end = updated * sizes.widened
+    if offload_optimizer:
+        at_end += state_buffer_bytes(sizes, updated, stage.block_updated)
     causes: dict[str, float] = {
         "parameters": stored * sizes.compute,
         "master weights": updated * master,
-        "optimizer": updated * sizes.moments,
+        "optimizer": updated * moments,
         "gradients": accumulated * sizes.gradient,
-        "fp32 gradients": max(0.0, updated * sizes.widened - dynamic),
+        "fp32 gradients": widened,
+        "state buffers": max(0.0, at_end - dynamic) - widened,
         "gradient buffers": buffer,
         "gather buffers": gathered,
         "activations": stage.activation_bytes,

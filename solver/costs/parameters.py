@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from autopar.solver.costs.kernels import Kernels
 from autopar.solver.costs.memory import Itemsizes, Numel
 from autopar.solver.hardware import Hardware
@@ -53,6 +55,24 @@ class ParameterCosts:
         touched = 2 * sizes.gradient + 2 * sizes.moments + 2 * master + sizes.compute
         of_elements = self._seconds(touched) + runtime.update_element_s
         return num * runtime.update_s + numel * of_elements
+
+    def offload_s(self, numel: Numel, *, ranks: int) -> Numel:
+        """Offloaded master weights and optimizer state come to the device, and go back at the same
+        time, while so many ranks of the node do the same.
+        """
+        speed = self.hardware.host_link.rank_bytes_per_s(ranks)
+        return numel * (self.sizes.offloaded / speed)
+
+    def offloaded_update_s(self, num: Numel, numel: Numel, *, ranks: int) -> Numel:
+        """As ``update_s``, of offloaded state. A GPU copies while it steps; the host, which is
+        what copies, does one after the other. The first bucket's way here and the last one's back
+        are left out.
+        """
+        update_s, copied_s = self.update_s(num, numel), self.offload_s(numel, ranks=ranks)
+        if self.hardware.device == "cpu":
+            return update_s + 2 * copied_s
+        longer: Numel = np.maximum(update_s, copied_s)
+        return longer
 
     def _seconds(self, num_bytes: float) -> float:
         return Kernels(self.hardware).moving_seconds(num_bytes)

@@ -140,6 +140,7 @@ class Reader:
             "overlap.slowdown",
             "node_link.in_step",
             "network.efficiency",
+            "host_link.efficiency",
             "between.efficiency",
         )
         share = share and path != "efficiency.tile_ramp"

@@ -134,6 +134,25 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostLink:
+    """Copies between a rank and the memory of its host, in each of both directions at once.
+
+    Attributes:
+        bytes_per_s: Of the link of one rank.
+        node_bytes_per_s: Of all ranks of a node together: links that they share, and host memory.
+        efficiency: What of either is reached.
+    """
+
+    bytes_per_s: float
+    node_bytes_per_s: float
+    efficiency: float
+
+    def rank_bytes_per_s(self, ranks: int) -> float:
+        """What each of so many ranks of a node reaches if all of them copy."""
+        return min(self.bytes_per_s, self.node_bytes_per_s / ranks) * self.efficiency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
     """``slowdown``: compute beside communication is longer by this share of the communication."""
 
@@ -161,7 +180,7 @@ class Runtime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """A hardware file: a chip, a node of them, the network between nodes, and the runtime."""
+    """A hardware file: a chip, a node of them, links to host and other nodes, and the runtime."""
 
     name: str
     device: str
@@ -173,6 +192,7 @@ class Hardware:
     memory: Memory
     node_link: NodeLink
     network: Network
+    host_link: HostLink
     overlap: Overlap
     runtime: Runtime
     sources: Mapping[str, str]

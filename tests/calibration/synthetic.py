@@ -7,7 +7,13 @@ from dataclasses import replace
 from autopar.calibration.estimates import Measured, Overlap
 from autopar.calibration.hardware import on, with_values
 from autopar.calibration.parameters import ParameterSample, ParameterSizes
-from autopar.calibration.samples import CollectiveSample, MessageSample, Timing, WorkSample
+from autopar.calibration.samples import (
+    CollectiveSample,
+    HostSample,
+    MessageSample,
+    Timing,
+    WorkSample,
+)
 from autopar.calibration.small_model import ModelSample
 from autopar.ir.moves import Collective
 from autopar.solver.costs.comm import Group
@@ -111,6 +117,12 @@ def parameter_samples(truth: Cluster) -> tuple[ParameterSample, ...]:
     return tuple(replace(sample, timing=_exactly(sample.predicted_s(truth))) for sample in samples)
 
 
+def host_sample(truth: Cluster) -> HostSample:
+    """Copies between device and host, as ``truth`` has them."""
+    sample = HostSample(num_bytes=2**26, timing=_exactly(1.0))
+    return replace(sample, timing=_exactly(sample.predicted_s(truth)))
+
+
 def measured_on(truth: Cluster) -> Measured:
     """All measurements, as ``truth`` would give them without noise."""
     itemsize = {"bf16": 2, "fp32": 4, "float64": 8}
@@ -149,6 +161,7 @@ def measured_on(truth: Cluster) -> Measured:
             if other != main
         },
         parameters=parameter_samples(truth),
+        host=host_sample(truth),
         agreement=_exactly(truth.hardware.runtime.step_s),
         links=link_samples(truth),
         overlap=Overlap(

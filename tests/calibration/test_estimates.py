@@ -25,6 +25,7 @@ OTHER_GPU = {
     "node_link__latency_s": 1e-5,
     "network__efficiency": 0.3,
     "network__latency_s": 5e-5,
+    "host_link__bytes_per_s": 7e9,
     "overlap__slowdown": 0.4,
     "node_link__all_to_all__latency": 3.0,
     "node_link__message__bandwidth": 0.5,
@@ -37,6 +38,7 @@ OTHER_CPU = {
     "node_link__bytes_per_s": 3e8,
     "node_link__latency_s": 1e-3,
     "node_link__in_step": 1.0,
+    "host_link__bytes_per_s": 9e9,
     "overlap__slowdown": 0.9,
     "node_link__all_gather__latency": 0.5,
     "node_link__reduce_scatter__latency": 2.0,
@@ -68,6 +70,10 @@ def test_the_cost_model_says_what_was_measured(base: str, nodes: int, other: dic
     assert found.value("node_link.in_step") == truth.hardware.node_link.in_step
     assert found.value("chip.launch_s") == pytest.approx(other["chip__launch_s"], 0.02)
     assert found.value("overlap.slowdown") == pytest.approx(other["overlap__slowdown"])
+    link, ranks = truth.hardware.host_link, truth.gpus_per_node
+    assert found.cluster.hardware.host_link.rank_bytes_per_s(ranks) == pytest.approx(
+        link.rank_bytes_per_s(ranks)
+    )
     for name, value in other.items():
         if name.startswith(("runtime", "node_link__all_", "node_link__reduce", "node_link__mess")):
             assert found.value(name.replace("__", ".")) == pytest.approx(value, 0.05), name

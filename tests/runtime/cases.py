@@ -63,6 +63,7 @@ class Setup:
     complete: str | None = None
     extra_in_flight: int = 0
     loss_chunks: int = 1
+    offload_optimizer: bool = False
 
     def __str__(self) -> str:
         degrees = "".join(
@@ -72,6 +73,7 @@ class Setup:
         return (
             f"{self.name}-{degrees}-{self.schedule}{modular}-zero{self.zero_stage}-{self.recompute}"
             + f"-{self.loss_chunks}chunks" * (self.loss_chunks > 1)
+            + "-offloaded" * self.offload_optimizer
         )
 
 
@@ -152,6 +154,7 @@ def make_plan(setup: Setup) -> Plan:
             kernels=setup.kernels,
             extra_in_flight=setup.extra_in_flight,
             loss_chunks=setup.loss_chunks,
+            offload_optimizer=setup.offload_optimizer,
         ),
         segments=[
             SegmentPlan(stage=stage, first_block=block, last_block=block)
