@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,8 +133,7 @@ def state_buffer_bytes(sizes: Itemsizes, updated: Numel, block_updated: Numel) -
     in a block. A bucket is full with the parameter that fills it.
     """
     most = STATE_BUCKETS * (STATE_BUCKET_NUMEL + block_updated)
-    found: Numel = np.minimum(updated, most) * sizes.offloaded
-    return found
+    return cast("Numel", np.minimum(updated, most)) * sizes.offloaded
 
 
 def rank_bytes(

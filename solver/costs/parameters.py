@@ -8,6 +8,7 @@ parameter costs it time besides.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -71,8 +72,7 @@ class ParameterCosts:
         update_s, copied_s = self.update_s(num, numel), self.offload_s(numel, ranks=ranks)
         if self.hardware.device == "cpu":
             return update_s + 2 * copied_s
-        longer: Numel = np.maximum(update_s, copied_s)
-        return longer
+        return cast("Numel", np.maximum(update_s, copied_s))
 
     def _seconds(self, num_bytes: float) -> float:
         return Kernels(self.hardware).moving_seconds(num_bytes)

@@ -17,7 +17,7 @@ def assert_all_succeed(ended: list[Ended]) -> None:
 
 
 def test_gloo_ranks_compute_what_one_device_computes():
-    """Slow: 31 setups on 4 processes, in one start because each costs seconds."""
+    """Slow: 32 setups on 4 processes, in one start because each costs seconds."""
     assert_all_succeed(run_processes(4, "parity"))
 
 

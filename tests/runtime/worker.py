@@ -86,6 +86,9 @@ OTHERS = [
     Setup(mesh=DP4, precision="bf16", zero_stage=1, gradient_dtype="bf16", reduce_dtype="bf16"),
     # stages that make different numbers of groups, and a parameter of the first and the last
     Setup(name="gpt2", layers=4, mesh=Mesh(pp=4)),
+    Setup(
+        mesh=PP2_DP2, zero_stage=3, precision="float64", optimizer="adamw", offload_optimizer=True
+    ),
     Setup(mesh=Mesh(dp_shard=2, cp=2), zero_stage=3),
     Setup(name="gpt2", mesh=Mesh(cp=2, ep=2), zero_stage=2, schedule="layered"),
 ]

@@ -13,7 +13,7 @@ TEXT = (resources.files("autopar.solver.hardware") / "cpu-local.toml").read_text
 @pytest.mark.parametrize("name", known_hardware())
 def test_every_number_has_a_source(name):
     hardware = Cluster(name).hardware
-    assert len(hardware.sources) == 44
+    assert len(hardware.sources) == 47
     assert all(hardware.sources.values())
 
 
