@@ -19,6 +19,7 @@ from autopar.ir.randomness import Drawing
 from autopar.ir.schedule import Schedule
 from autopar.ir.schedule_checks import Channel, channel_of, validate
 from autopar.ir.schedules import make_schedule
+from autopar.ir.zero_stages import segment_zero_stages
 from autopar.runtime import state
 from autopar.runtime.batches import checksum
 from autopar.runtime.communicator import Communicator
@@ -78,8 +79,12 @@ class Engine:
             program,
             model,
             communicator,
-            zero_stage=plan.schedule.zero_stage,
-            reduces_each=max(num_reductions(self.schedule, stage).values()) > 1,
+            is_sharded=plan.schedule.zero_stage > 0,
+            reduced_each=[
+                segment
+                for segment, number in num_reductions(self.schedule, stage).items()
+                if number > 1
+            ],
             gradient_dtype=DTYPES[plan.training.gradient_dtype],
             reduce_dtype=DTYPES[plan.training.reduce_dtype],
             host=host,
@@ -287,7 +292,7 @@ def schedule_of(plan: Plan) -> Schedule:
         plan.schedule.name,
         [segment.stage for segment in plan.segments],
         plan.batch.num_micro_batches,
-        zero_stage=plan.schedule.zero_stage,
+        zero_stage=segment_zero_stages(plan),
         extra_in_flight=plan.schedule.extra_in_flight,
     )
 

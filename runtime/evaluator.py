@@ -7,6 +7,7 @@ from autopar.ir.graph import ModelGraph
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.schedules import forward_only
+from autopar.ir.zero_stages import segment_zero_stages
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.executor import Executor
 from autopar.runtime.parameter_store import ParameterStore
@@ -45,7 +46,7 @@ class Evaluator:
         schedule = forward_only(
             [segment.stage for segment in plan.segments],
             plan.batch.num_micro_batches,
-            zero_stage=plan.schedule.zero_stage,
+            zero_stage=segment_zero_stages(plan),
         )
         self.executor = Executor(program, model, plan, schedule, store, communicator, learns=False)
 

@@ -7,7 +7,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -64,9 +64,9 @@ class ParameterStore:
         program: What the ranks run.
         model: The captured model.
         communicator: Of this rank.
-        zero_stage: 0 stores whole parameters on every data rank, 1 to 3 shards over ``dp_shard``,
-            and over context and expert axes where a parameter is whole on them.
-        reduces_each: The schedule reduces after each backward instead of once a step.
+        is_sharded: Parameters are stored as shards over ``dp_shard``, and over context and expert
+            axes where they are whole on them (ZeRO 1 to 3); otherwise whole on every data rank.
+        reduced_each: Segments that the schedule reduces after each backward instead of once a step.
         gradient_dtype, reduce_dtype, host: See ``ParameterUnit``.
     """
 
@@ -76,18 +76,18 @@ class ParameterStore:
         model: ModelGraph,
         communicator: Communicator,
         *,
-        zero_stage: int,
-        reduces_each: bool,
+        is_sharded: bool,
+        reduced_each: Collection[int],
         gradient_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         host: HostCopies | None = None,
     ) -> None:
         self._communicator, self._host = communicator, host
-        self._reduces_each = reduces_each
+        self._reduced_each = frozenset(reduced_each)
         self._gradient_dtype, self._reduce_dtype = gradient_dtype, reduce_dtype
         self._coordinates = communicator.mesh.coordinates(communicator.rank)
         self._stage = self._coordinates[PIPELINE_AXIS]
-        self._sharded = zero_stage > 0
+        self._sharded = is_sharded
         self._locals = {**_unused(program, model), **program.parameters}
         used_on = parameter_stages(program)
         self.stages = {name: used_on.get(name, (0,)) for name in self._locals}
@@ -156,12 +156,12 @@ class ParameterStore:
 
     @contextmanager
     def holding(self) -> Iterator[HeldGradients]:
-        """While active, gradients are held for ``finish``, and not accumulated as they come, if the
-        schedule reduces after each backward: what is accumulated has to be of one micro-batch then,
-        and is there only until it is reduced.
+        """While active, gradients are held for ``finish``, and not accumulated as they come, where
+        the schedule reduces after each backward: what is accumulated has to be of one micro-batch
+        then, and is there only until it is reduced.
         """
         held: HeldGradients = {}
-        units = tuple(self._units.values()) if self._reduces_each else ()
+        units = tuple(unit for key, unit in self._units.items() if self._is_reduced_each(key))
         for unit in units:
             unit.held = held
         try:
@@ -212,7 +212,7 @@ class ParameterStore:
             if segment not in key[0] or not unit.trainable:
                 continue
             is_last = all(remaining[user] == 0 for user in key[0])
-            if is_last or self._reduces_each:
+            if is_last or self._is_reduced_each(key):
                 self._start(unit.start_reduce(is_last=is_last))
 
     def begin_step(self, num_reductions: Mapping[int, int]) -> None:
@@ -278,6 +278,9 @@ class ParameterStore:
     def trained_units(self) -> tuple[ParameterUnit, ...]:
         """Units whose parameters take gradients."""
         return tuple(unit for unit in self._units.values() if unit.trainable)
+
+    def _is_reduced_each(self, key: _UnitKey) -> bool:
+        return not self._reduced_each.isdisjoint(key[0])
 
     def _start(self, reduction: Iterator[Work]) -> None:
         work = next(reduction, None)

@@ -151,7 +151,8 @@ class StageBounds:
         all_s = float(least_of(both).sum()) + float(self.messages[0])
         values, largest = self._stream()
         stream = prefixes(stage_rows(values + stager.once_s(), stages))
-        once = stager.sites.step_s[:, None] - largest * float(stager.gather_s().max())
+        kept_s = float((stager.gather_s() * stager.regathered).max())
+        once = stager.sites.step_s[:, None] - largest * kept_s
         return Reach(
             seconds=(
                 Floor(first=work - before, end=work),
@@ -215,7 +216,8 @@ class StageBounds:
         if that is on the same stage.
         """
         candidate, reduce = self.stager.candidate, self.stager.reduce_s()
-        if candidate.schedule != "1f1b" or candidate.zero_stage > 1 or not candidate.per_block:
+        each = self.stager.reduced_each.any()
+        if candidate.schedule != "1f1b" or each or not candidate.per_block:
             return np.zeros(reduce.shape)
         backward = np.maximum(0.0, self.times.both - self.times.forward)
         slowdown = self.stager.sites.slowdown
@@ -246,11 +248,11 @@ class StageBounds:
         """What is left of (E) where a stage waits after its first forwards for its first backward:
         their gathers run meanwhile.
         """
-        candidate = self.stager.candidate
-        if candidate.zero_stage < 3 or candidate.pp == 1:
+        candidate, gather = self.stager.candidate, self.stager.gather_s() * self.stager.regathered
+        if candidate.pp == 1 or not gather.any():
             return beside
         slowdown = self.stager.sites.slowdown[runs.stage]
-        gather, early = self.stager.gather_s(), np.minimum(ahead, candidate.num_micro_batches - 2)
+        early = np.minimum(ahead, candidate.num_micro_batches - 2)
         each = np.maximum(0.0, 2 * (runs.sums(gather) - runs.maxima(gather)))
         return np.maximum(0.0, beside - slowdown * np.maximum(0.0, early) * each)
 
@@ -275,8 +277,7 @@ class StageBounds:
         meanwhile, slowed down. What a block is longer than at the least shortens the waiting by
         less.
         """
-        candidate = self.stager.candidate
-        if candidate.schedule != "1f1b" or candidate.zero_stage < 3:
+        if self.stager.candidate.schedule != "1f1b" or not self.stager.regathered.all():
             return 0.0
         gather, reduce = self.stager.gather_s(), self.stager.reduce_s()
         forward, backward = self.times.forward, self.times.backward
@@ -296,18 +297,20 @@ class StageBounds:
         stager, candidate = self.stager, self.stager.candidate
         gather, reduce = stager.gather_s(), stager.reduce_s()
         gathers, reductions = runs.sums(gather), runs.sums(reduce)
-        num, zero = candidate.num_micro_batches, candidate.zero_stage
+        num, again_each = candidate.num_micro_batches, gather * stager.regathered
         slowdown = stager.sites.slowdown[runs.stage]
-        each = np.maximum(0.0, 2 * (gathers - runs.maxima(gather)))
+        each = np.maximum(0.0, 2 * (runs.sums(again_each) - runs.maxima(again_each)))
         # what happens before a stage meanwhile hides it: first forwards, last backwards, messages
         passed = self._passed_s(runs, self.times.forward)
         returned = self._passed_s(runs, self.times.backward)
         values, largest = self._stream()
-        stream, slow = runs.sums(values) - largest * runs.maxima(gather), np.zeros(gathers.shape)
+        stream = runs.sums(values) - largest * runs.maxima(again_each)
+        slow = np.zeros(gathers.shape)
         first, last, behind = gathers, reductions, slow
         if candidate.per_block:
             first, last = runs.at_first(gather) + slow, runs.at_first(reduce) + slow
-            if candidate.schedule == "1f1b" and zero <= 1:
+            sums_whole = not stager.reduced_each.any()
+            if candidate.schedule == "1f1b" and sums_whole:
                 own = runs.sums(self._slower) - runs.at_first(self._slower)
                 beside = np.where(runs.first == 0, slowdown * (gathers - first), 0.0)
                 behind = self._slower_before_s(runs) + own + on_stage(reduce, 0)[0]
@@ -315,14 +318,13 @@ class StageBounds:
                 if num >= candidate.pp + 1:
                     first = np.maximum(first, gathers - runs.sums(self.times.forward))
                     last = np.maximum(last, reductions - runs.sums(self.times.backward) - again)
-            if candidate.schedule == "1f1b" and zero >= 2:  # (E)
+            if candidate.schedule == "1f1b" and not sums_whole:  # (E)
                 queued = np.where(runs.first > 0, returned, 0.0)  # behind the last backward
-                slow = slowdown * np.maximum(0.0, (num - 1) * reductions - queued)
-                if zero == 3:
-                    slow = slow + slowdown * max(0, num - 2) * each
-            elif candidate.schedule == "layered" and zero >= 1:
-                hidden = gathers + reductions - first - last
-                slow = slowdown * (hidden + (each / 2 if zero == 3 else 0.0))
+                reduced = runs.sums(reduce * stager.reduced_each)
+                slow = slowdown * np.maximum(0.0, (num - 1) * reduced - queued)
+                slow = slow + slowdown * max(0, num - 2) * each
+            elif candidate.schedule == "layered" and candidate.zero_stage >= 1:
+                slow = slowdown * (gathers + reductions - first - last + each / 2)
         once = runs.sums(stager.once_s()) + stager.sites.step_s[runs.stage]
         added = np.maximum(0.0, first - passed) + np.maximum(behind, last + once - returned)
         if candidate.pp == 1 and candidate.per_block:  # nothing to wait for: hidden or exposed
@@ -336,14 +338,11 @@ class StageBounds:
         """Seconds of the gathers and reductions of each block in a step; in a stage they are so
         many times less the longest gather of its blocks, which is kept from one pass to the next.
         """
-        candidate, gather, reduce = (
-            self.stager.candidate,
-            self.stager.gather_s(),
-            self.stager.reduce_s(),
-        )
-        again = candidate.num_micro_batches if candidate.schedule == "1f1b" else 1
-        if not candidate.per_block or candidate.zero_stage < 2:
+        stager, candidate = self.stager, self.stager.candidate
+        gather, reduce = stager.gather_s(), stager.reduce_s()
+        if not candidate.per_block:
             return gather + reduce, 0
-        if candidate.zero_stage == 2:
-            return gather + again * reduce, 0
-        return again * (2 * gather + reduce), 2 * again
+        again = candidate.num_micro_batches if candidate.schedule == "1f1b" else 1
+        gathers = 1 + (2 * again - 1) * stager.regathered
+        reductions = 1 + (again - 1) * stager.reduced_each
+        return gathers * gather + reductions * reduce, 2 * again

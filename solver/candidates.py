@@ -8,6 +8,7 @@ from typing import Literal
 from autopar.ir.kernels import DEFAULT_KERNELS
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import RecomputeName, ScheduleName
+from autopar.ir.zero_stages import exceptions_of, zero_text
 from autopar.solver.hardware import Cluster
 from autopar.solver.sites import Sites, sites_of
 
@@ -23,11 +24,18 @@ class Divisible:
         num_blocks: Blocks; a stage has at least one.
         seq_len: Positions, among which a context axis divides; None where nobody knows.
         num_experts: Routed experts, among which an expert axis divides; 0 without.
+        kinds: The kind of each block; none where nobody knows.
     """
 
     num_blocks: int
     seq_len: int | None = None
     num_experts: int = 0
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def block_kinds(self) -> tuple[str, ...]:
+        """Of every block, empty where nobody knows."""
+        return self.kinds or ("",) * self.num_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +63,8 @@ class Candidate:
     """One choice of everything but layout and stage cuts.
 
     A last micro-batch that is shorter counts as a full one: that bounds its costs from above. With
-    ``chunks_open`` the loss may be computed in more chunks than ``loss_chunks``, if that pays.
+    ``chunks_open`` the loss may be computed in more chunks than ``loss_chunks``, if that pays; with
+    ``zero_open`` blocks may have lower ZeRO stages than ``zero_stage``, down to 1.
     """
 
     pp: int
@@ -79,6 +88,8 @@ class Candidate:
     loss_chunks: int = 1
     chunks_open: bool = False
     offload_optimizer: bool = False  # master weights and optimizer state are on the host
+    zero_stages: tuple[int, ...] = ()  # of each block, where some have another than zero_stage
+    zero_open: bool = False
     group_order: tuple[int, ...] = ()  # groups of nodes in the order of ranks; of one kind: none
     shares: tuple[int, ...] = ()  # micro-batches of a data rank of each group; none: all alike
 
@@ -144,8 +155,13 @@ class Candidate:
         """
         if self.schedule == "layered" and self.pp > 1:
             return False
-        by_block = self.recompute in ("full", "selective_layer", "blocks")
+        by_block = self.recompute in ("full", "selective_layer", "blocks") or self.zero_stages != ()
         return self.dp > 1 or by_block or self.schedule == "layered"
+
+    def _zero_text(self) -> str:
+        if self.zero_open:
+            return f"1 to {self.zero_stage}"
+        return zero_text(self.zero_stage, exceptions_of(self.zero_stage, self.zero_stages))
 
     def _recompute_text(self) -> str:
         num = len(self.recomputed_blocks)
@@ -166,7 +182,7 @@ class Candidate:
         return (
             f"pp {self.pp} × dp {self.dp_replicate}·{self.dp_shard}{more} × tp {self.tp}, "
             f"micro-batch {self.micro_batch_size} × {self._number_text()}, "
-            f"ZeRO {self.zero_stage}, recompute {self._recompute_text()}, {self.schedule}"
+            f"ZeRO {self._zero_text()}, recompute {self._recompute_text()}, {self.schedule}"
             + (f" × {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else "")
             + (f", {self.extra_in_flight} more in flight" if self.extra_in_flight else "")
             + (f", loss in {self.loss_chunks} chunks" if self.loss_chunks > 1 else "")

@@ -116,7 +116,10 @@ def make_instance(
 def divisible(facts: ModelFacts, seq_len: int | None) -> Divisible:
     """What of a model meshes have to divide."""
     return Divisible(
-        num_blocks=len(facts.model.blocks), seq_len=seq_len, num_experts=facts.num_experts
+        num_blocks=len(facts.model.blocks),
+        seq_len=seq_len,
+        num_experts=facts.num_experts,
+        kinds=tuple(block.kind for block in facts.model.blocks),
     )
 
 

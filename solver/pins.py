@@ -9,6 +9,7 @@ from autopar.ir.errors import InputError
 from autopar.ir.kernels import parse_kernels
 from autopar.ir.plan import RecomputeName, ScheduleName
 from autopar.ir.schedules import DEEPENED
+from autopar.ir.zero_stages import parse_zero_stages, with_exceptions
 from autopar.solver.candidates import Divisible
 from autopar.solver.hardware import Cluster
 
@@ -32,6 +33,9 @@ CHOICE_PINS: Mapping[str, tuple[str, ...]] = {
 }
 KERNEL_PIN = "kernel"
 GROUP_PIN = "group_order"
+ZERO_PIN = "zero_stages"
+ZERO_CHOICES = ("equal",)
+"""Values of ``ZERO_PIN`` that name no blocks: all have one stage."""
 _RANGES: Mapping[str, tuple[int, int | None]] = {
     "zero_stage": (0, 3),
     "sequence_parallel": (0, 1),
@@ -58,8 +62,11 @@ def check_pins(pin: Pins, cluster: Cluster, global_batch_size: int) -> None:
             parse_kernels(str(value))
         elif name == GROUP_PIN:
             pinned_order(pin, cluster)
+        elif name == ZERO_PIN:
+            if value not in ZERO_CHOICES:
+                parse_zero_stages(str(value))
         elif name not in INTEGER_PINS:
-            known = ", ".join((*INTEGER_PINS, *CHOICE_PINS, KERNEL_PIN, GROUP_PIN))
+            known = ", ".join((*INTEGER_PINS, *CHOICE_PINS, KERNEL_PIN, GROUP_PIN, ZERO_PIN))
             raise InputError(f"nothing is called {name!r}, so that it cannot be pinned", hint=known)
         else:
             _check_integer(name, value)
@@ -130,6 +137,8 @@ def check_model(pin: Pins, model: Divisible) -> None:
         raise InputError(
             f"{pinned}virtual_stages={virtual} is pinned, but the model has {blocks} blocks"
         )
+    if pin.get(ZERO_PIN, "equal") not in ZERO_CHOICES:
+        with_exceptions(1, parse_zero_stages(str(pin[ZERO_PIN])), model.block_kinds)
     _check_context(degrees.get("cp", 1), model)
     _check_experts(degrees.get("ep", 1), model)
 
@@ -198,6 +207,12 @@ def _check_batch(pin: Pins, global_batch_size: int) -> None:
 
 def _check_zero(pin: Pins) -> None:
     zero, shard = pin.get("zero_stage"), pin.get("dp_shard")
+    if zero == 0 and pin.get(ZERO_PIN, "equal") != "equal":
+        raise InputError(
+            f"zero_stage=0 and zero_stages={pin[ZERO_PIN]!r} are pinned, but blocks without shards "
+            "have no others beside them",
+            hint="zero_stage=1, 2 or 3",
+        )
     if zero is None or shard is None:
         return
     if zero == 0 and shard != 1:

@@ -19,7 +19,10 @@ Family = tuple[int, int, int, str]
 NUM_ALTERNATIVES = 5
 """So many candidates that lost are told of."""
 
-_DERIVED = ("num_micro_batches", "recomputed_blocks", "loss_chunks", "chunks_open")
+_DERIVED = (
+    *("num_micro_batches", "recomputed_blocks", "loss_chunks", "chunks_open"),
+    *("zero_stages", "zero_open"),
+)
 """Fields of a candidate that follow from others, or are chosen with the layout."""
 
 

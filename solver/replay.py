@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.ir.errors import InputError
 from autopar.ir.plan import ActionCosts, Plan
 from autopar.ir.schedules import compact_schedule
+from autopar.ir.zero_stages import segment_zero_stages
 from autopar.solver.simulate import SegmentTimes, Simulation, Work, simulate_together
 
 
@@ -41,7 +42,7 @@ def _work(plan: Plan, costs: ActionCosts, num_micro_batches: int) -> Work:
             plan.schedule.name,
             [segment.stage for segment in plan.segments],
             num_micro_batches,
-            zero_stage=plan.schedule.zero_stage,
+            zero_stage=segment_zero_stages(plan),
             extra_in_flight=plan.schedule.extra_in_flight,
         ),
         times=segment_times_of(costs),

@@ -27,6 +27,7 @@ from autopar.ir.plan import (
     plan_axes,
 )
 from autopar.ir.typecheck import check_model
+from autopar.ir.zero_stages import exceptions_of
 from autopar.solver.data_axis import DataAxis
 from autopar.solver.hardware import Cluster
 from autopar.solver.infeasible import infeasible_error
@@ -188,6 +189,7 @@ def make_plan(
             extra_in_flight=candidate.extra_in_flight,
             loss_chunks=candidate.loss_chunks,
             offload_optimizer=candidate.offload_optimizer,
+            zero_stages=exceptions_of(candidate.zero_stage, candidate.zero_stages),
         ),
         training=training,
         pins=instance.pin,

@@ -88,13 +88,17 @@ def work_of(stager: Stager, cuts: tuple[int, ...]) -> Work:
             candidate.schedule,
             [stage for stage, _, _ in segments],
             candidate.num_micro_batches,
-            zero_stage=candidate.zero_stage,
+            zero_stage=_zero_stages(stager, segments),
             extra_in_flight=candidate.extra_in_flight,
         ),
         times=segment_times(stager, segments),
         optimizer_s=optimizer_s(stager, segments),
         slowdown=stager.sites.slowdown.tolist(),
     )
+
+
+def _zero_stages(stager: Stager, segments: Sequence[tuple[int, int, int]]) -> list[int]:
+    return [int(stager.zero_stages[first]) for _, first, _ in segments]
 
 
 def segments_of(candidate: Candidate, cuts: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:

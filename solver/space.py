@@ -12,10 +12,12 @@ from autopar.ir.kernels import DEFAULT_KERNELS, parse_kernels
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import RecomputeName, ScheduleName
 from autopar.ir.schedules import DEEPENED
+from autopar.ir.zero_stages import parse_zero_stages, with_exceptions
 from autopar.solver.candidates import Candidate, CutsName, Divisible
 from autopar.solver.hardware import Cluster
 from autopar.solver.pins import (
     KERNEL_PIN,
+    ZERO_PIN,
     Pins,
     check_model,
     check_pins,
@@ -174,7 +176,7 @@ def _of_mesh(
     sharded = pin.get("sequence_parallel")
     in_order = cluster.reordered(order)
     for micro_batch_size, number, shares in _divisions(in_order, mesh, global_batch_size, pin):
-        for zero_stage in _zero_stages(mesh, pin):
+        for zero_stage, zero_stages, zero_open in _zero_choices(mesh, model, pin, shares):
             for recompute in recomputes:
                 for schedule, virtual in _schedules(mesh.pp, model, pin, is_mixed=bool(order)):
                     candidate = Candidate(
@@ -200,6 +202,8 @@ def _of_mesh(
                         offload_optimizer=bool(pin.get("offload_optimizer", 0)),
                         group_order=order,
                         shares=shares,
+                        zero_stages=zero_stages,
+                        zero_open=zero_open,
                     )
                     if _holds(candidate, pin) and _shares_tokens(candidate, model):
                         yield candidate
@@ -244,6 +248,26 @@ def _zero_stages(mesh: Mesh, pin: Pins) -> tuple[int, ...]:
     return (0, 1, 2, 3) if asked else (0,)
 
 
+def _zero_choices(
+    mesh: Mesh, model: Divisible, pin: Pins, shares: tuple[int, ...]
+) -> Iterator[tuple[int, tuple[int, ...], bool]]:
+    """ZeRO stages: that of blocks, those of each where they differ, and whether lower ones are open
+    to each block.
+    """
+    stages = [zero for zero in _zero_stages(mesh, pin) if pin.get("zero_stage", zero) == zero]
+    choice = str(pin.get(ZERO_PIN, "equal"))
+    if choice == "equal":
+        yield from ((zero, (), False) for zero in stages)
+    elif not shares:
+        exceptions = parse_zero_stages(choice)
+        for zero in filter(None, stages):
+            own = with_exceptions(zero, exceptions, model.block_kinds)
+            if len(set(own)) > 1:
+                yield zero, own, False
+            elif own[0] == zero:
+                yield zero, (), False
+
+
 def _schedules(
     pp: int, model: Divisible, pin: Pins, *, is_mixed: bool
 ) -> Iterator[tuple[ScheduleName, int]]:
@@ -272,7 +296,7 @@ def _schedules(
 
 
 def _holds(candidate: Candidate, pin: Pins) -> bool:
-    names = ("micro_batch_size", "zero_stage", "recompute")
+    names = ("micro_batch_size", "recompute")
     if any(name in pin and pin[name] != getattr(candidate, name) for name in names):
         return False
     if candidate.num_micro_batches == 1 and "schedule" not in pin:
@@ -280,6 +304,8 @@ def _holds(candidate: Candidate, pin: Pins) -> bool:
         return candidate.schedule != "layered" and (
             "virtual_stages" in pin or candidate.virtual_stages == 1
         )
+    if candidate.zero_stages and not candidate.per_block:
+        return False  # a virtual stage is one segment, which has one ZeRO stage
     if candidate.shares and candidate.zero_stage > 1 and candidate.schedule != "layered":
         return False  # gathers or reductions of each micro-batch, which some ranks do not have
     # Interleaved, fewer micro-batches than stages leave stages waiting as if there were no others.

@@ -18,10 +18,12 @@ from autopar.ir.moves import Collective
 from autopar.solver.candidates import Candidate
 from autopar.solver.costs.comm import Group, Links, group_of
 from autopar.solver.costs.memory import (
+    Elements,
     Itemsizes,
+    Segments,
     StageContents,
     rank_bytes,
-    resident_state,
+    resident_bytes,
     shard_numel,
     state_buffer_bytes,
 )
@@ -39,6 +41,10 @@ ROUNDED_BYTES = 16
 _ABOVE = 1 + 1e-9
 """Rounding makes nothing too large."""
 
+Bools = NDArray[np.bool_]
+ManyElements = tuple[Floats, Floats]
+"""``Elements`` of many runs: all, and those of experts."""
+
 
 @dataclass(frozen=True, eq=False)
 class Stager:
@@ -53,6 +59,27 @@ class Stager:
     def sites(self) -> Sites:
         """On which nodes its stages are."""
         return self.candidate.sites(self.cluster)
+
+    @functools.cached_property
+    def zero_stages(self) -> Ints:
+        """The ZeRO stage of each block; where that is open, the one of the least memory."""
+        candidate = self.candidate
+        return np.array(candidate.zero_stages or [candidate.zero_stage] * self.costs.num_blocks)
+
+    @functools.cached_property
+    def regathered(self) -> Floats:
+        """1 for blocks that are gathered for each use. Where that is open none are, which takes
+        least time.
+        """
+        return (0 if self.candidate.zero_open else 1) * (self.zero_stages == 3).astype(np.float64)
+
+    @functools.cached_property
+    def reduced_each(self) -> Floats:
+        """The same of blocks whose gradients are reduced after each micro-batch, if the order is
+        not layered.
+        """
+        reduced = not self.candidate.zero_open and self.candidate.schedule != "layered"
+        return reduced * (self.zero_stages >= 2).astype(np.float64)
 
     def virtual_stages(self, stage: int, cuts: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """First and last block of each virtual stage of a stage, one of ``candidate``'s each.
@@ -228,13 +255,16 @@ class Stager:
         candidate, costs = self.candidate, self.costs
         runs = self.virtual_stages(stage, cuts)
         own = np.concatenate([np.arange(first, last + 1) for first, last in runs])
-        numels = [self._numel(np.arange(first, last + 1)) for first, last in runs]
-        numel, experts = (float(sum(parts)) for parts in zip(*numels, strict=True))
-        if costs.shares_parameters:
-            numel, experts = self._numel(own)
-        largest = max(elements for elements, _ in numels)
-        if candidate.per_block and len(own) > 1:
-            largest = float(costs.shared_numel[own].max())
+        segments = costs.shared_numel[own]
+        if not candidate.per_block:
+            each = [self._elements(np.arange(first, last + 1)) for first, last in runs]
+            segments = np.array([elements.all for elements in each])
+        zero = self.zero_stages[own if candidate.per_block else [first for first, _ in runs]]
+        parameters = self._elements(own)
+
+        def part(is_part: Bools) -> Elements:
+            return parameters if is_part.all() else self._elements(own[is_part])
+
         first_kept, kept = self._kept
         held = np.array(
             [first_kept[first] + kept[first + 1 : last + 1].sum() for first, last in runs]
@@ -253,11 +283,13 @@ class Stager:
             both = np.concatenate([held, waiting])
             kept_bytes = float((in_parts(candidate, stage) @ both).max())
         return StageContents(
-            numel=numel,
-            expert_numel=experts,
-            segment_numel=largest,
+            parameters=parameters,
+            kept=part(self.zero_stages[own] <= 2),
+            summed=part(self.zero_stages[own] <= 1),
+            segment_numel=float(segments.max()),
             block_updated=float(self._block_updated[own].max()),
-            num_segments=len(own) if candidate.per_block else len(runs),
+            regathered=_segments(segments[zero == 3]),
+            scattered=_segments(segments[zero >= 2]),
             overlap=self._overlaps(stage),
             activation_bytes=kept_bytes,
             recompute_bytes=float(self.rebuilt_bytes()[own].max()),
@@ -265,23 +297,25 @@ class Stager:
             message_bytes=max(2.0 * float(borders[i] + borders[j + 1]) for i, j in runs),
         )
 
-    def _numel(self, blocks: NDArray[np.int64]) -> tuple[float, float]:
-        """Elements of the parameters of ``blocks``, each counted once; and those of experts."""
+    def _elements(self, blocks: NDArray[np.int64]) -> Elements:
+        """The parameters of ``blocks``, each counted once."""
         costs = self.costs
         if not costs.shares_parameters:
-            return float(costs.numel[blocks].sum()), float(costs.expert_numel[blocks].sum())
+            numel, experts = costs.numel[blocks].sum(), costs.expert_numel[blocks].sum()
+            return Elements(all=float(numel), experts=float(experts))
         merged: dict[str, tuple[int, bool]] = {}
         for block in blocks.tolist():
             merged.update(self.costs.parameters[block])
         numel = float(sum(elements for elements, _ in merged.values()))
-        return numel, float(sum(elements for elements, is_expert in merged.values() if is_expert))
+        experts = sum(elements for elements, is_expert in merged.values() if is_expert)
+        return Elements(all=numel, experts=float(experts))
 
     def bytes_by_cause(self, stage: int, cuts: Sequence[int]) -> dict[str, int]:
         """Peak bytes of a rank of a stage; for ``cuts`` see ``virtual_stages``."""
         return rank_bytes(
             self.contents(stage, cuts),
             sizes=self.sizes,
-            zero_stage=self.candidate.zero_stage,
+            is_sharded=self.candidate.zero_stage > 0,
             num_shards=self.candidate.num_shards,
             ep=self.candidate.ep,
             layered=self.candidate.schedule == "layered",
@@ -396,22 +430,28 @@ class Stager:
     def _overlaps(self, stage: int) -> bool:
         return bool(in_flight(self.candidate, stage).max() > 1)
 
-    def _parameter_bytes(self, numel: Floats, experts: Floats) -> tuple[Floats, Floats]:
-        """Bytes of parameters, gradients and optimizer state, and of gradients widened to fp32."""
-        candidate, sizes, zero = self.candidate, self.sizes, self.candidate.zero_stage
-        sharded = self._shard_numel(numel, experts)
-        master, moments = resident_state(
-            sizes,
-            zero_stage=zero,
-            num_shards=candidate.num_shards,
-            offload_optimizer=candidate.offload_optimizer,
+    def _parameter_bytes(
+        self, numel: ManyElements, kept: ManyElements, summed: ManyElements
+    ) -> tuple[Floats, Floats]:
+        """Bytes of parameters, gradients and optimizer state, and of gradients widened to fp32.
+
+        ``kept`` and ``summed`` are the parts that ``StageContents`` has of them.
+        """
+        candidate, sizes = self.candidate, self.sizes
+
+        def sharded_beside(whole: ManyElements) -> Floats:
+            rest, experts = numel[0] - whole[0], numel[1] - whole[1]
+            return whole[0] + self._shard_numel(rest, experts)
+
+        updated, beside = self._updated(*numel), np.zeros(numel[0].shape)
+        if candidate.zero_stage and candidate.num_shards > 1:
+            beside = self._shard_numel(*kept)
+        master, moments = resident_bytes(
+            sizes, updated, beside, offload_optimizer=candidate.offload_optimizer
         )
-        fixed = (
-            (sharded if zero == 3 else numel) * sizes.compute
-            + self._updated(numel, experts) * (master + moments)
-            + (sharded if zero >= 2 else numel) * sizes.gradient
-        )
-        return fixed, self._updated(numel, experts) * sizes.widened
+        fixed = sharded_beside(kept) * sizes.compute + master + moments
+        fixed = fixed + sharded_beside(summed) * sizes.gradient
+        return fixed, updated * sizes.widened
 
     def _updated(self, numel: Floats, experts: Floats) -> Floats:
         """Elements that the optimizer of a rank updates."""
@@ -435,7 +475,12 @@ class Stager:
     def least_run_bytes(self) -> LeastBytes:
         """What no run has fewer bytes than, as a sum over its blocks."""
         candidate, costs = self.candidate, self.costs
-        parameters, _ = self._parameter_bytes(costs.numel, costs.expert_numel)
+        numel = costs.numel, costs.expert_numel
+        kept_whole, summed = (
+            (numel[0] * part, numel[1] * part)
+            for part in (self.zero_stages <= 2, self.zero_stages <= 1)
+        )
+        parameters, _ = self._parameter_bytes(numel, kept_whole, summed)
         kept = again = self._kept[1]
         if candidate.recompute == "blocks" and not candidate.recomputed_blocks:
             again = np.minimum(kept, np.where(costs.again("full") > 0, costs.input_bytes, kept))
@@ -495,24 +540,20 @@ class Stager:
         arrays, and held to it by a test.
         """
         costs, candidate, sizes = self.costs, self.candidate, self.sizes
-        zero = candidate.zero_stage
-        numel, experts = self._run_numel(runs)
-        fixed, floor = self._parameter_bytes(numel, experts)
+        is_kept, is_summed = self.zero_stages <= 2, self.zero_stages <= 1
+        numel = self._run_numel(runs)
+        fixed, floor = self._parameter_bytes(
+            numel, self._part_numel(runs, numel, is_kept), self._part_numel(runs, numel, is_summed)
+        )
         if candidate.offload_optimizer:
-            updated, of_block = self._updated(numel, experts), runs.maxima(self._block_updated)
+            updated, of_block = self._updated(*numel), runs.maxima(self._block_updated)
             floor = floor + state_buffer_bytes(sizes, updated, of_block)
-        largest, doubled = runs.maxima(costs.shared_numel), np.minimum(2, runs.length)
-        if not candidate.per_block:
-            largest = numel
-            if isinstance(runs, Rounds):
-                largest = self._run_numel(runs.each)[0].max(axis=-2)
-            doubled = np.full(numel.shape, min(2, candidate.virtual_stages))
-        buffers, gathered = largest * sizes.compute, np.zeros(numel.shape)
-        if zero >= 2 and candidate.num_shards > 1:
-            layered = candidate.schedule == "layered"
-            buffers = buffers + largest * sizes.gradient * (doubled if layered else 1)
-        if zero == 3 and candidate.num_shards > 1:
-            gathered = largest * doubled * sizes.compute
+        buffers = self._largest_segments(runs, np.ones(is_kept.shape, dtype=bool), most=1)
+        buffers, gathered = buffers * sizes.compute, np.zeros(numel[0].shape)
+        if candidate.zero_stage and candidate.num_shards > 1:
+            most = 2 if candidate.schedule == "layered" else 1
+            buffers = buffers + sizes.gradient * self._largest_segments(runs, ~is_summed, most=most)
+            gathered = sizes.compute * self._largest_segments(runs, ~is_kept, most=2)
         borders = np.append(costs.border_bytes, 0.0)
         messages = 2.0 * runs.at_ends(borders)
         temporary = np.maximum(runs.maxima(costs.temporary_bytes), buffers)
@@ -523,14 +564,43 @@ class Stager:
             fragmentation=self._lost_shares[runs.stage],
         )
 
-    def _run_numel(self, runs: Runs | Rounds) -> tuple[Floats, Floats]:
-        """``_numel`` of runs."""
-        costs = self.costs
-        numel, experts = runs.sums(costs.shared_numel), runs.sums(costs.shared_expert_numel)
+    def _run_numel(self, runs: Runs | Rounds, part: Bools | None = None) -> ManyElements:
+        """``_elements`` of runs, or of a part of their blocks."""
+        costs, counted = self.costs, 1.0 if part is None else part
+        numel = runs.sums(costs.shared_numel * counted)
+        experts = runs.sums(costs.shared_expert_numel * counted)
         for users, own, own_experts in costs.shared:
-            more = np.maximum(0.0, runs.sums(users) - 1)
+            more = np.maximum(0.0, runs.sums(users * counted) - 1)
             numel, experts = numel - more * own, experts - more * own_experts
         return numel, experts
+
+    def _part_numel(self, runs: Runs | Rounds, numel: ManyElements, part: Bools) -> ManyElements:
+        """The same of a part, where ``numel`` are those of all blocks."""
+        if part.all():
+            return numel
+        if not part.any():
+            return np.zeros(numel[0].shape), np.zeros(numel[1].shape)
+        return self._run_numel(runs, part)
+
+    def _largest_segments(self, runs: Runs | Rounds, part: Bools, *, most: int) -> Floats:
+        """Elements of the largest segment of those whose blocks are a part of all, times how many
+        of them are there, at most so many.
+        """
+        if not part.any():
+            return np.zeros(runs.length.shape)
+        if self.candidate.per_block:
+            largest = runs.maxima(self.costs.shared_numel * part)
+            return largest * np.minimum(most, runs.sums(part.astype(np.float64)))
+        each = runs.each if isinstance(runs, Rounds) else runs
+        own = each.at_first(part.astype(np.float64))
+        numel = self._run_numel(each)[0] * own
+        if isinstance(runs, Rounds):
+            numel, own = numel.max(axis=-2), own.sum(axis=-2)
+        return numel * np.minimum(most, own)
+
+
+def _segments(numels: Floats) -> Segments:
+    return Segments(number=len(numels), largest=float(numels.max(initial=0.0)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

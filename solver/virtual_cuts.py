@@ -15,7 +15,7 @@ import numpy as np
 from autopar.solver.bounds import StageTimes
 from autopar.solver.facts import Floats
 from autopar.solver.recomputing import least_cut_again_s
-from autopar.solver.runs import Ints, Runs, rounds_of
+from autopar.solver.runs import Ints, Rounds, Runs, rounds_of
 from autopar.solver.stages import Stager
 
 _NEAR = 4
@@ -101,13 +101,8 @@ def cut_bounds_s(
         again = least_cut_again_s(stager, rounds)
     gather, reduce = stager.gather_s(), stager.reduce_s()
     gathers, reductions = rounds.each.sums(gather), rounds.each.sums(reduce)
-    beside, stream = _traffic_s(
-        stager,
-        gathers=gathers.sum(axis=1),
-        reductions=reductions.sum(axis=1),
-        at_ends=gathers[:, 0] + reductions[:, 0],
-        again=2 * (gathers - rounds.each.maxima(gather)).sum(axis=1),
-    )
+    at_ends = gathers[:, 0] + reductions[:, 0]
+    beside, stream = _traffic_s(stager, rounds, at_ends)
     both, backward = rounds.each.sums(times.both), rounds.each.sums(times.backward)
     hops = 2 * stager.borders_s(np.array(cuts)[:, 1:pp])
     work = candidate.num_micro_batches * (both.sum(axis=1) + again) + beside
@@ -156,23 +151,25 @@ def _passed_s(seconds: Floats, hops: Floats) -> Floats:
     return np.concatenate([np.zeros((len(seconds), 1)), np.cumsum(each, axis=1)], axis=1)
 
 
-def _traffic_s(
-    stager: Stager, *, gathers: Floats, reductions: Floats, at_ends: Floats, again: Floats
-) -> tuple[Floats, Floats]:
+def _traffic_s(stager: Stager, rounds: Rounds, at_ends: Floats) -> tuple[Floats, Floats]:
     """What gathers and reductions add at least to the work of stages, and their own seconds.
 
     Args:
         stager: Of the candidate.
-        gathers, reductions: Seconds of all of them once, by stage.
-        at_ends: Of those that may come before the first forward, or after the last backward.
-        again: Of gathers for a forward and a backward in ZeRO 3, the last one kept in between.
+        rounds: Its virtual stages.
+        at_ends: Seconds of those that may come before the first forward, or after the last
+            backward.
     """
-    candidate, zero = stager.candidate, stager.candidate.zero_stage
-    slowdown, num = stager.sites.slowdown, candidate.num_micro_batches
-    if candidate.schedule == "layered" or zero <= 1:
-        stream = (again if zero == 3 else gathers) + reductions
-        return slowdown * np.maximum(0.0, gathers + reductions - at_ends), stream
-    if zero == 2:
-        return slowdown * (num - 1) * reductions, gathers + num * reductions
-    hidden = (num - 1) * reductions + max(0, num - 2) * again
-    return slowdown * hidden, num * (again + reductions)
+    num, slowdown = stager.candidate.num_micro_batches, stager.sites.slowdown
+    gather, reduce = stager.gather_s(), stager.reduce_s()
+    once, reductions = rounds.sums(gather * (1 - stager.regathered)), rounds.sums(reduce)
+    each = gather * stager.regathered  # for a forward and a backward, the last one kept in between
+    again = 2 * (rounds.each.sums(each) - rounds.each.maxima(each)).sum(axis=-2)
+    if stager.candidate.schedule == "layered":
+        num = 1
+    stream = once + num * again + reductions
+    if num == 1 or not (stager.regathered.any() or stager.reduced_each.any()):
+        hidden = rounds.sums(gather) + reductions - at_ends
+        return slowdown * np.maximum(0.0, hidden), stream
+    more = (num - 1) * rounds.sums(reduce * stager.reduced_each)
+    return slowdown * (more + max(0, num - 2) * again), stream + more

@@ -236,20 +236,19 @@ class _Traffic:
 
     def __init__(self, bounds: PartBounds, runs: Runs) -> None:
         stager, candidate = bounds.stager, bounds.stager.candidate
-        gather, reduce, zero = stager.gather_s(), stager.reduce_s(), candidate.zero_stage
+        gather, reduce = stager.gather_s(), stager.reduce_s()
         gathers, reductions = runs.sums(gather), runs.sums(reduce)
         once = runs.sums(stager.once_s()) + stager.sites.step_s[runs.stage]
-        again = np.maximum(0.0, gathers - runs.maxima(gather))
-        self.gathers = again if zero == 3 and candidate.per_block else np.zeros(again.shape)
-        self.reductions = reductions if zero >= 2 else np.zeros(again.shape)
+        regathered = gather * (stager.regathered if candidate.per_block else 0.0)
+        self.gathers = np.maximum(0.0, runs.sums(regathered) - runs.maxima(regathered))
+        self.reductions = runs.sums(reduce * stager.reduced_each)
         self.slower = np.maximum(0.0, runs.sums(bounds.slower) - 2 * runs.maxima(bounds.slower))
-        self.queued = np.zeros(again.shape)
-        if zero == 3 and candidate.per_block:
+        self.queued = np.zeros(gathers.shape)
+        if candidate.per_block and stager.regathered.all():
             self.queued = self._queued_s(bounds, runs)
         num = bounds.num
-        self.stream = (num if zero >= 2 else 1) * reductions + once
-        regathers = zero == 3 and candidate.per_block
-        self.stream = self.stream + (2 * num * self.gathers if regathers else gathers)
+        self.stream = reductions + (num - 1) * self.reductions + once
+        self.stream = self.stream + gathers - runs.sums(regathered) + 2 * num * self.gathers
         if not candidate.per_block:
             self.first_gather, self.last_end = gathers, reductions + once
             self.all_end = self.last_end

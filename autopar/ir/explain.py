@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from autopar.ir.explain_search import objective, rejected, runners_up, shadow_prices
 from autopar.ir.tables import named_rows
 from autopar.ir.units import bytes_text, seconds_text
+from autopar.ir.zero_stages import zero_text
 
 if TYPE_CHECKING:
     from autopar.ir.plan import Plan, Prediction, SegmentPlan
@@ -73,7 +74,8 @@ def _decisions(plan: Plan) -> str:
             + f", {schedule.extra_in_flight} more in flight" * (schedule.extra_in_flight > 0)
             + f", loss in {schedule.loss_chunks} chunks" * (schedule.loss_chunks > 1)
             + ", optimizer state offloaded" * schedule.offload_optimizer
-            + f", ZeRO stage {schedule.zero_stage}, recompute {schedule.recompute}",
+            + f", ZeRO stage {zero_text(schedule.zero_stage, schedule.zero_stages)}"
+            + f", recompute {schedule.recompute}",
         ),
         (
             "training",

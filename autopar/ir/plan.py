@@ -6,13 +6,14 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import field
 from pathlib import Path
 from typing import Literal
 
 import pydantic
 from pydantic.dataclasses import dataclass
 
-from autopar.ir.errors import PlanFormatError
+from autopar.ir.errors import InputError, PlanFormatError
 from autopar.ir.explain import explain
 from autopar.ir.kernels import DEFAULT_KERNELS
 from autopar.ir.layout import Layout, NodeTyping
@@ -20,6 +21,7 @@ from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, TENSOR_AXIS, Mesh
 from autopar.ir.placement import Placement, parse_state
 from autopar.ir.plan_search import STRICT, Alternative, ObjectivePlan, SearchReport, WhatIf
 from autopar.ir.schedules import DEEPENED
+from autopar.ir.zero_stages import ZERO_STAGES, block_zero_stages
 
 PLAN_FORMAT: Literal["autopar-plan"] = "autopar-plan"
 PLAN_VERSION: Literal[1] = 1
@@ -134,6 +136,7 @@ class SchedulePlan:
     ``recompute`` "blocks"; ``extra_in_flight`` are micro-batches that stages run ahead more than
     1F1B needs. The loss is computed in ``loss_chunks`` slices of a micro-batch's tokens. With
     ``offload_optimizer`` master weights and optimizer state are in the host's memory.
+    ``zero_stages`` are those of blocks that have not ``zero_stage``: of ranges, ``4`` or ``4-11``.
     """
 
     name: ScheduleName
@@ -145,6 +148,7 @@ class SchedulePlan:
     extra_in_flight: int = 0
     loss_chunks: int = 1
     offload_optimizer: bool = False
+    zero_stages: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
@@ -496,11 +500,36 @@ def _check_consistency(plan: Plan, where: str) -> None:
         expected = segment.last_block + 1
     _check_schedule(plan.schedule, stages, where)
     _check_settings(plan, where)
+    _check_zero_stages(plan, where)
     blocks = plan.schedule.recomputed_blocks
     if any(not 0 <= block <= plan.segments[-1].last_block for block in blocks):
         raise PlanFormatError("recomputed_blocks that the plan does not have", where=where)
     if plan.prediction.action_costs is not None:
         _check_costs(plan, plan.prediction.action_costs, where)
+
+
+def _check_zero_stages(plan: Plan, where: str) -> None:
+    """Blocks whose ZeRO stage is their own are those of whole segments, and all store shards."""
+    schedule = plan.schedule
+    if not schedule.zero_stages:
+        return
+    try:
+        stages = block_zero_stages(plan)
+    except InputError as error:
+        raise PlanFormatError(f"field schedule.{error.what}", where=where) from None
+    for stage in stages:
+        if stage not in ZERO_STAGES:
+            raise PlanFormatError(
+                f"field schedule.zero_stages: ZeRO stage {stage} beside others; blocks of one plan "
+                "can have 1, 2 and 3",
+                where=where,
+            )
+    for index, segment in enumerate(plan.segments):
+        if len(set(stages[segment.first_block : segment.last_block + 1])) > 1:
+            raise PlanFormatError(
+                f"field schedule.zero_stages: segment {index} has blocks of several stages",
+                where=where,
+            )
 
 
 def check_prediction(plan: Plan) -> None:
@@ -670,9 +699,9 @@ def _check_settings(plan: Plan, where: str) -> None:
             training.max_grad_norm is None or training.max_grad_norm > 0,
         ),
     }
-    for field, (value, is_possible) in ranges.items():
+    for name, (value, is_possible) in ranges.items():
         if not is_possible:
-            raise PlanFormatError(f"field {field}: {value} is out of range", where=where)
+            raise PlanFormatError(f"field {name}: {value} is out of range", where=where)
 
 
 def read_plan(path: str | Path) -> Plan:

@@ -42,13 +42,16 @@ _ORDERS: dict[str, Order] = {
 DEEPENED = (ONE_F_ONE_B, ZERO_BUBBLE)
 """Schedules that can have more micro-batches in flight."""
 
+ZeroStages = int | Sequence[int]
+"""The ZeRO stage of all segments, or that of each."""
+
 
 def make_schedule(
     name: str,
     stage_of_segment: Sequence[int],
     num_micro_batches: int,
     *,
-    zero_stage: int = 0,
+    zero_stage: ZeroStages = 0,
     extra_in_flight: int = 0,
 ) -> Schedule:
     """The schedule called ``name`` (``1f1b``, ``interleaved``, ``layered`` or ``zero_bubble``); for
@@ -68,7 +71,7 @@ def compact_schedule(
     stage_of_segment: Sequence[int],
     num_micro_batches: int,
     *,
-    zero_stage: int = 0,
+    zero_stage: ZeroStages = 0,
     extra_in_flight: int = 0,
 ) -> CompactSchedule:
     """``make_schedule`` before it is expanded: a hundredth of the work for long schedules.
@@ -86,7 +89,7 @@ def one_f_one_b(
     stage_of_segment: Sequence[int],
     num_micro_batches: int,
     *,
-    zero_stage: int = 0,
+    zero_stage: ZeroStages = 0,
     extra_in_flight: int = 0,
 ) -> Schedule:
     """1F1B (PipeDream-flush): at most p − s + 1 micro-batches are in flight on stage s (counted
@@ -95,7 +98,8 @@ def one_f_one_b(
     Args:
         stage_of_segment: Stage of each segment; stages are contiguous, in order, none empty.
         num_micro_batches: Micro-batches per step and data rank; fewer than stages are allowed.
-        zero_stage: 3 gathers at each run of uses; 2 and 3 reduce after every backward.
+        zero_stage: 3 gathers at each run of uses; 2 and 3 reduce after every backward. One for all
+            segments, or one for each.
         extra_in_flight: So many micro-batches more are in flight, at most p − s more on stage s, so
             that messages that take time are waited for less.
 
@@ -111,7 +115,7 @@ def zero_bubble(
     stage_of_segment: Sequence[int],
     num_micro_batches: int,
     *,
-    zero_stage: int = 0,
+    zero_stage: ZeroStages = 0,
     extra_in_flight: int = 0,
 ) -> Schedule:
     """ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"): 1F1B with backwards in two parts.
@@ -142,7 +146,7 @@ def zero_bubble(
 
 
 def interleaved_1f1b(
-    stage_of_segment: Sequence[int], num_micro_batches: int, *, zero_stage: int = 0
+    stage_of_segment: Sequence[int], num_micro_batches: int, *, zero_stage: ZeroStages = 0
 ) -> Schedule:
     """Interleaved 1F1B over virtual stages (Narayanan et al. 2021; Megatron-LM's order).
 
@@ -163,7 +167,7 @@ def interleaved_1f1b(
 
 
 def layered(
-    stage_of_segment: Sequence[int], num_micro_batches: int, *, zero_stage: int = 0
+    stage_of_segment: Sequence[int], num_micro_batches: int, *, zero_stage: ZeroStages = 0
 ) -> Schedule:
     """Layered gradient accumulation: all micro-batches pass through a segment before the next one
     starts.
@@ -184,7 +188,7 @@ def layered(
 
 
 def forward_only(
-    stage_of_segment: Sequence[int], num_micro_batches: int, *, zero_stage: int = 0
+    stage_of_segment: Sequence[int], num_micro_batches: int, *, zero_stage: ZeroStages = 0
 ) -> Schedule:
     """Forwards without backwards, to evaluate; the optimizer's action stands for the step's end.
 
@@ -211,10 +215,15 @@ def _make(
     name: str,
     stage_of_segment: Sequence[int],
     num_micro_batches: int,
-    zero_stage: int,
+    zero_stage: ZeroStages,
     extra_in_flight: int = 0,
 ) -> CompactSchedule:
-    stages = _checked(stage_of_segment, num_micro_batches, zero_stage)
+    stages = _checked(stage_of_segment, num_micro_batches)
+    zero_stages = _zero_stages(zero_stage, len(stages))
+    regathered = [k for k, zero in enumerate(zero_stages) if zero == 3]
+    reduced_each = [k for k, zero in enumerate(zero_stages) if zero >= 2]
+    if name not in (ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE):
+        reduced_each = []
     if name == ONE_F_ONE_B:
         check_contiguous(stages)
     elif name == INTERLEAVED:
@@ -234,8 +243,8 @@ def _make(
                 stages,
                 stage,
                 num_micro_batches,
-                regather=zero_stage == 3,
-                reduce_each=zero_stage >= 2 and name in (ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE),
+                regathered=regathered,
+                reduced_each=reduced_each,
             )
             for stage in range(max(stages) + 1)
         ),
@@ -252,14 +261,21 @@ def _deepened(name: str, extra_in_flight: int) -> Order:
     return functools.partial(order, extra_in_flight=extra_in_flight)
 
 
-def _checked(
-    stage_of_segment: Sequence[int], num_micro_batches: int, zero_stage: int
-) -> tuple[int, ...]:
+def _checked(stage_of_segment: Sequence[int], num_micro_batches: int) -> tuple[int, ...]:
     stages = tuple(stage_of_segment)
     if not stages or sorted(set(stages)) != list(range(max(stages) + 1)):
         raise ScheduleError(f"every stage needs a segment; the stages of the segments are {stages}")
     if num_micro_batches < 1:
         raise ScheduleError(f"a step needs at least 1 micro-batch, not {num_micro_batches}")
-    if zero_stage not in (0, 1, 2, 3):
-        raise ScheduleError(f"ZeRO stage {zero_stage} does not exist", hint="0, 1, 2 or 3")
     return stages
+
+
+def _zero_stages(zero_stage: ZeroStages, num_segments: int) -> tuple[int, ...]:
+    """That of each segment."""
+    found = tuple(zero_stage) if isinstance(zero_stage, Sequence) else (zero_stage,) * num_segments
+    if len(found) != num_segments:
+        raise ScheduleError(f"{len(found)} ZeRO stages of {num_segments} segments")
+    for zero in found:
+        if zero not in (0, 1, 2, 3):
+            raise ScheduleError(f"ZeRO stage {zero} does not exist", hint="0, 1, 2 or 3")
+    return found

@@ -85,7 +85,7 @@ def _bytes(run: Run, stage: StageContents, values: Values) -> float:
     causes = rank_bytes(
         stage,
         sizes=run.sizes,
-        zero_stage=run.candidate.zero_stage,
+        is_sharded=run.candidate.zero_stage > 0,
         num_shards=run.candidate.num_shards,
         ep=run.candidate.ep,
         layered=run.candidate.schedule == "layered",

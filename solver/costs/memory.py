@@ -10,7 +10,8 @@ fp32 gradients          of a shard of narrower gradients, for the optimizer: wha
 state buffers           of offloaded master weights and optimizer state, which live on the host: the
                         buckets that are on the device while they are stepped, beyond the same
 gradient buffers        a segment's gradients before they are added or reduced
-gather buffers          ZeRO 3: the gathered parameters of two segments
+gather buffers          ZeRO 3: the gathered parameters of two segments. Where segments have
+                        several ZeRO stages, each counts as it has
 activations             what autograd keeps, or the inputs of recomputed blocks, of all
                         micro-batches in flight; of backwards in two parts also what their weight
                         parts wait with
@@ -81,15 +82,35 @@ _ITEMSIZES: Mapping[PrecisionName, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "flo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Elements:
+    """Elements of parameters as segments use them: sharded over layout axes only. ``experts`` is
+    the part of ``all`` that the expert axis shards.
+    """
+
+    all: float
+    experts: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """Some of the segments of a stage: how many, and elements of the parameters of the largest."""
+
+    number: int
+    largest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageContents:
     """What a rank of a stage holds.
 
     Attributes:
-        numel: Elements of its parameters as segments use them: sharded over layout axes only.
-        expert_numel: The part of them that the expert axis shards.
+        parameters: Elements of all of its parameters.
+        kept: Those that are whole for all of the step (ZeRO 0 to 2).
+        summed: Those whose gradients are accumulated whole (ZeRO 0 and 1).
         segment_numel: Elements of the parameters of its largest segment.
         block_updated: Elements that the optimizer updates of the block with most of them.
-        num_segments: Segments on the stage.
+        regathered: Segments that are gathered for each use (ZeRO 3).
+        scattered: Segments whose gradients are accumulated as shards (ZeRO 2 and 3).
         overlap: Whether several micro-batches are in flight.
         activation_bytes: Of all micro-batches in flight.
         recompute_bytes: Of the block that is recomputed, or some ops of it.
@@ -97,11 +118,13 @@ class StageContents:
         message_bytes: One message at each border of the stage.
     """
 
-    numel: float
-    expert_numel: float
+    parameters: Elements
+    kept: Elements
+    summed: Elements
     segment_numel: float
     block_updated: float
-    num_segments: int
+    regathered: Segments
+    scattered: Segments
     overlap: bool
     activation_bytes: float
     recompute_bytes: float
@@ -114,18 +137,18 @@ def shard_numel(numel: Numel, expert_numel: Numel, *, num_shards: int, ep: int) 
     return (numel + (ep - 1) * expert_numel) / num_shards
 
 
-def resident_state(
-    sizes: Itemsizes, *, zero_stage: int, num_shards: int, offload_optimizer: bool
-) -> tuple[int, int]:
-    """Bytes for each updated element of master weights and of optimizer state, on the device.
+def resident_bytes(
+    sizes: Itemsizes, updated: Numel, beside: Numel, *, offload_optimizer: bool
+) -> tuple[Numel, Numel]:
+    """Bytes of master weights and of optimizer state on the device, of ``updated`` elements.
 
-    With fp32 compute, ZeRO 1 and 2 hold their shard beside the gathered parameters; where wider
+    With fp32 compute, ZeRO 1 and 2 hold their shard ``beside`` the gathered parameters; where wider
     master weights are offloaded, they do so in the dtype of compute.
     """
-    shard = sizes.compute if zero_stage in (1, 2) and num_shards > 1 else 0
+    shard = beside * sizes.compute
     if offload_optimizer:
-        return shard, 0
-    return sizes.master or shard, sizes.moments
+        return shard, updated * 0
+    return updated * sizes.master if sizes.master else shard, updated * sizes.moments
 
 
 def state_buffer_bytes(sizes: Itemsizes, updated: Numel, block_updated: Numel) -> Numel:
@@ -140,7 +163,7 @@ def rank_bytes(
     stage: StageContents,
     *,
     sizes: Itemsizes,
-    zero_stage: int,
+    is_sharded: bool,
     num_shards: int,
     ep: int,
     layered: bool,
@@ -150,26 +173,27 @@ def rank_bytes(
     """Bytes by cause; their sum is the peak.
 
     Args:
+        is_sharded: Whether there is ZeRO at all.
         num_shards: Ranks over which ZeRO shards what all of them use whole; the expert axis is one
             of their axes, so that experts have ``num_shards / ep``.
         offload_optimizer: Whether master weights and optimizer state are on the host.
         memory: What tensors cannot use.
     """
-    sharded = shard_numel(stage.numel, stage.expert_numel, num_shards=num_shards, ep=ep)
-    stored = sharded if zero_stage == 3 else stage.numel
-    accumulated = sharded if zero_stage >= 2 else stage.numel
-    updated = sharded if zero_stage >= 1 else stage.numel
-    master, moments = resident_state(
-        sizes, zero_stage=zero_stage, num_shards=num_shards, offload_optimizer=offload_optimizer
-    )
-    gathered = 0.0
-    if zero_stage == 3 and num_shards > 1:
-        gathered = stage.segment_numel * min(2, stage.num_segments) * sizes.compute
-    buffer = stage.segment_numel * sizes.compute
-    if zero_stage >= 2 and num_shards > 1:
-        buffer += (
-            stage.segment_numel * sizes.gradient * (min(2, stage.num_segments) if layered else 1)
-        )
+
+    def sharded_beside(whole: Elements) -> float:
+        """Elements of all parameters, of which some are whole."""
+        rest, experts = stage.parameters.all - whole.all, stage.parameters.experts - whole.experts
+        return whole.all + shard_numel(rest, experts, num_shards=num_shards, ep=ep)
+
+    updated = sharded_beside(Elements(all=0.0, experts=0.0) if is_sharded else stage.parameters)
+    gathered, buffer, beside = 0.0, stage.segment_numel * sizes.compute, 0.0
+    if num_shards > 1 and is_sharded:
+        kept, regathered, scattered = stage.kept, stage.regathered, stage.scattered
+        beside = shard_numel(kept.all, kept.experts, num_shards=num_shards, ep=ep)
+        gathered = regathered.largest * min(2, regathered.number) * sizes.compute
+        num_buffers = min(2 if layered else 1, scattered.number)
+        buffer += scattered.largest * num_buffers * sizes.gradient
+    master, moments = resident_bytes(sizes, updated, beside, offload_optimizer=offload_optimizer)
     dynamic = (
         stage.activation_bytes
         + stage.recompute_bytes
@@ -182,10 +206,10 @@ def rank_bytes(
     if offload_optimizer:
         at_end += state_buffer_bytes(sizes, updated, stage.block_updated)
     causes: dict[str, float] = {
-        "parameters": stored * sizes.compute,
-        "master weights": updated * master,
-        "optimizer": updated * moments,
-        "gradients": accumulated * sizes.gradient,
+        "parameters": sharded_beside(stage.kept) * sizes.compute,
+        "master weights": master,
+        "optimizer": moments,
+        "gradients": sharded_beside(stage.summed) * sizes.gradient,
         "fp32 gradients": widened,
         "state buffers": max(0.0, at_end - dynamic) - widened,
         "gradient buffers": buffer,

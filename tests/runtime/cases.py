@@ -25,6 +25,7 @@ from autopar.ir.plan import (
     TrainingPlan,
 )
 from autopar.ir.precision import DTYPES
+from autopar.ir.zero_stages import parse_zero_stages
 from tests.models import next_token_loss, tiny_gpt2, tiny_llama, tiny_transformer, token_batch
 from tests.passes.layouts import cheapest, choose_layout, megatron
 from tests.plans import bare_plan
@@ -42,7 +43,8 @@ class Setup:
     """One way to run a tiny model.
 
     ``modular`` puts segment k on stage k mod p. Parameters whose names contain ``complete`` are
-    used ``I`` on the data axis: each data rank has the whole gradient.
+    used ``I`` on the data axis: each data rank has the whole gradient. ``zero_stages`` are those of
+    blocks that have not ``zero_stage``, as text.
     """
 
     name: str = "llama"
@@ -64,6 +66,7 @@ class Setup:
     extra_in_flight: int = 0
     loss_chunks: int = 1
     offload_optimizer: bool = False
+    zero_stages: str = ""
 
     def __str__(self) -> str:
         degrees = "".join(
@@ -74,6 +77,7 @@ class Setup:
             f"{self.name}-{degrees}-{self.schedule}{modular}-zero{self.zero_stage}-{self.recompute}"
             + f"-{self.loss_chunks}chunks" * (self.loss_chunks > 1)
             + "-offloaded" * self.offload_optimizer
+            + f"-{self.zero_stages}" * bool(self.zero_stages)
         )
 
 
@@ -155,6 +159,7 @@ def make_plan(setup: Setup) -> Plan:
             extra_in_flight=setup.extra_in_flight,
             loss_chunks=setup.loss_chunks,
             offload_optimizer=setup.offload_optimizer,
+            zero_stages=parse_zero_stages(setup.zero_stages) if setup.zero_stages else {},
         ),
         segments=[
             SegmentPlan(stage=stage, first_block=block, last_block=block)

@@ -90,6 +90,37 @@ def test_interleaved_pipelines_equal_one_device(setup: Setup):
     assert_parity(setup, train_on_threads(setup)[0], 3)
 
 
+BY_BLOCK = [
+    Setup(
+        name=name,
+        layers=layers,
+        mesh=mesh,
+        num_micro_batches=4 if mesh.dp == 1 or mesh.pp > 1 else 2,
+        schedule=schedule,
+        modular=schedule == "interleaved",
+        zero_stage=3,
+        recompute=RECOMPUTES[recompute],
+        zero_stages=stages,
+    )
+    for name, layers, mesh, schedule, recompute, stages in (
+        ("llama", 4, Mesh(dp_shard=2), "1f1b", 0, "0=1, 2-3=2"),
+        ("gpt2", 2, Mesh(dp_shard=2), "1f1b", 1, "3=2"),  # its matrix is the embedding's, too
+        ("gpt2", 2, Mesh(dp_shard=2), "1f1b", 0, "0=1"),
+        ("transformer", 2, Mesh(dp_replicate=2, dp_shard=2), "layered", 0, "1=2, 2=1"),
+        ("llama", 4, Mesh(pp=2, dp_shard=2), "1f1b", 1, "0=2, 4-5=1"),
+        ("llama", 4, Mesh(pp=2, dp_shard=2), "zero_bubble", 0, "0=2, 2=1, 4=1"),
+        ("gpt2", 4, Mesh(pp=2, dp_shard=2), "interleaved", 0, "1=1, 2-3=2"),
+        ("llama", 2, Mesh(dp_shard=2, cp=2), "1f1b", 0, "1=1"),
+    )
+]
+
+
+@pytest.mark.parametrize("setup", BY_BLOCK, ids=str)
+def test_blocks_with_zero_stages_of_their_own_equal_one_device(setup: Setup):
+    for outcome in train_on_threads(setup, 2):
+        assert_parity(setup, outcome, 2)
+
+
 FLOAT64 = [
     Setup(
         name=name,

@@ -90,6 +90,7 @@ OTHERS = [
         mesh=PP2_DP2, zero_stage=3, precision="float64", optimizer="adamw", offload_optimizer=True
     ),
     Setup(mesh=Mesh(dp_shard=2, cp=2), zero_stage=3),
+    Setup(mesh=PP2_DP2, layers=4, zero_stage=3, zero_stages="0=1, 2=2, 5=1"),
     Setup(name="gpt2", mesh=Mesh(cp=2, ep=2), zero_stage=2, schedule="layered"),
 ]
 

@@ -145,7 +145,11 @@ def test_the_scalar_bound_holds_for_a_slow_first_block():
 def test_matrix_of_bytes_equals_bytes_by_cause():
     cluster = Cluster("cpu-local")
     search = new_search(cluster)
-    pins: tuple[Pins, ...] = ({"recompute": "full"}, {"recompute": "blocks"})
+    pins: tuple[Pins, ...] = (
+        {"recompute": "full"},
+        {"recompute": "blocks"},
+        {"zero_stage": 3, "zero_stages": "0=1, 2=2", "schedule": "1f1b", "recompute": "full"},
+    )
     for candidate in itertools.chain.from_iterable(
         candidates(
             cluster,
@@ -225,6 +229,9 @@ def test_same_input_gives_the_same_plan():
         ({"dp_shard": 2, "zero_stage": 0}, "zero_stage=0"),
         ({"dp_shard": 1, "zero_stage": 2}, "zero_stage=2"),
         ({"zero_stage": 4}, "zero_stage=4"),
+        ({"zero_stages": "0=4"}, "'0=4' is no ZeRO stage of blocks"),
+        ({"zero_stages": "layer=1"}, "no blocks 'layer'"),
+        ({"zero_stage": 0, "zero_stages": "0=1"}, "zero_stage=0 and zero_stages='0=1'"),
         ({"recompute": "some"}, "recompute='some'"),
         ({"schedule": 3}, "schedule=3"),
         ({"ep": 2}, "no routed experts"),
