@@ -90,6 +90,16 @@ def test_interleaved_pipelines_equal_one_device(setup: Setup):
     assert_parity(setup, train_on_threads(setup)[0], 3)
 
 
+BY_BLOCK_CASES: tuple[tuple[str, int, Mesh, ScheduleName, int, str], ...] = (
+    ("llama", 4, Mesh(dp_shard=2), "1f1b", 0, "0=1, 2-3=2"),
+    ("gpt2", 2, Mesh(dp_shard=2), "1f1b", 1, "3=2"),  # its matrix is the embedding's, too
+    ("gpt2", 2, Mesh(dp_shard=2), "1f1b", 0, "0=1"),
+    ("transformer", 2, Mesh(dp_replicate=2, dp_shard=2), "layered", 0, "1=2, 2=1"),
+    ("llama", 4, Mesh(pp=2, dp_shard=2), "1f1b", 1, "0=2, 4-5=1"),
+    ("llama", 4, Mesh(pp=2, dp_shard=2), "zero_bubble", 0, "0=2, 2=1, 4=1"),
+    ("gpt2", 4, Mesh(pp=2, dp_shard=2), "interleaved", 0, "1=1, 2-3=2"),
+    ("llama", 2, Mesh(dp_shard=2, cp=2), "1f1b", 0, "1=1"),
+)
 BY_BLOCK = [
     Setup(
         name=name,
@@ -102,16 +112,7 @@ BY_BLOCK = [
         recompute=RECOMPUTES[recompute],
         zero_stages=stages,
     )
-    for name, layers, mesh, schedule, recompute, stages in (
-        ("llama", 4, Mesh(dp_shard=2), "1f1b", 0, "0=1, 2-3=2"),
-        ("gpt2", 2, Mesh(dp_shard=2), "1f1b", 1, "3=2"),  # its matrix is the embedding's, too
-        ("gpt2", 2, Mesh(dp_shard=2), "1f1b", 0, "0=1"),
-        ("transformer", 2, Mesh(dp_replicate=2, dp_shard=2), "layered", 0, "1=2, 2=1"),
-        ("llama", 4, Mesh(pp=2, dp_shard=2), "1f1b", 1, "0=2, 4-5=1"),
-        ("llama", 4, Mesh(pp=2, dp_shard=2), "zero_bubble", 0, "0=2, 2=1, 4=1"),
-        ("gpt2", 4, Mesh(pp=2, dp_shard=2), "interleaved", 0, "1=1, 2-3=2"),
-        ("llama", 2, Mesh(dp_shard=2, cp=2), "1f1b", 0, "1=1"),
-    )
+    for name, layers, mesh, schedule, recompute, stages in BY_BLOCK_CASES
 ]
 
 
