@@ -9,7 +9,13 @@ import pytest
 from autopar.ir.offload import STATE_BUCKET_NUMEL, STATE_BUCKETS
 from autopar.ir.plan import from_json, to_json
 from autopar.solver import Cluster
-from autopar.solver.costs.memory import Itemsizes, StageContents, rank_bytes
+from autopar.solver.costs.memory import (
+    Elements,
+    Itemsizes,
+    Segments,
+    StageContents,
+    rank_bytes,
+)
 from autopar.solver.costs.parameters import ParameterCosts
 from autopar.solver.hardware.spec import HostLink, Memory
 from autopar.solver.stages import ROUNDED_BYTES
@@ -20,13 +26,17 @@ FP32 = Itemsizes(compute=4, master=0, moments=8, gradient=4, reduce=4)
 NUMEL = 2.0**30
 
 
-def contents(activation_bytes: float) -> StageContents:
+def contents(zero_stage: int, activation_bytes: float) -> StageContents:
+    every, none = Elements(all=NUMEL, experts=0.0), Elements(all=0.0, experts=0.0)
+    segments, no_segments = (Segments(number=num, largest=num * NUMEL / 64) for num in (8, 0))
     return StageContents(
-        numel=NUMEL,
-        expert_numel=0.0,
+        parameters=every,
+        kept=every if zero_stage <= 2 else none,
+        summed=every if zero_stage <= 1 else none,
         segment_numel=NUMEL / 8,
         block_updated=NUMEL / 32,
-        num_segments=8,
+        regathered=segments if zero_stage == 3 else no_segments,
+        scattered=segments if zero_stage >= 2 else no_segments,
         overlap=False,
         activation_bytes=activation_bytes,
         recompute_bytes=0.0,
@@ -39,9 +49,9 @@ def causes(
     sizes: Itemsizes, zero_stage: int, *, offload: bool, activation_bytes: float = 2.0**40
 ) -> dict[str, int]:
     return rank_bytes(
-        contents(activation_bytes),
+        contents(zero_stage, activation_bytes),
         sizes=sizes,
-        zero_stage=zero_stage,
+        is_sharded=zero_stage > 0,
         num_shards=4 if zero_stage else 1,
         ep=1,
         layered=False,
