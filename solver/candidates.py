@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autopar.ir.kernels import DEFAULT_KERNELS
@@ -128,6 +128,11 @@ class Candidate:
     def sites(self, cluster: Cluster) -> Sites:
         """On which nodes of a cluster its stages are."""
         return sites_of(cluster, self.group_order, pp=self.pp, ranks_per_stage=self.ranks_per_stage)
+
+    @property
+    def of_any_zero(self) -> Candidate:
+        """What candidates share that differ in ZeRO, and in ranks among which it shards."""
+        return replace(self, zero_stage=0, zero_open=False, dp_replicate=self.dp, dp_shard=1)
 
     def mesh(self) -> Mesh:
         """The mesh of these degrees."""

@@ -77,6 +77,11 @@ class BlockCosts:
         return {}
 
     @functools.cached_property
+    def known_kept(self) -> dict[Hashable, Floats]:
+        """Bytes that cuts into virtual stages keep, as far as somebody has asked for them."""
+        return {}
+
+    @functools.cached_property
     def num_parameters(self) -> Floats:
         """Parameters of each block."""
         return np.array([float(len(names)) for names in self.parameters])

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from autopar.solver.facts import Floats
 
 Ints = NDArray[np.intp]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -44,13 +44,18 @@ from autopar.solver.layout.problem import MemoryLimit, Solution
 from autopar.solver.loss_chunks import NUMBERS
 from autopar.solver.mixed import AnySetting, MixedSetting
 from autopar.solver.recomputing import again_s, priced_again_s
-from autopar.solver.runs import Runs
+from autopar.solver.runs import Runs, rounds_of
 from autopar.solver.schedule_bounds import any_order_s, scalar_bound_s, stage_bounds
 from autopar.solver.settings import Setting, make_setting
 from autopar.solver.solved import Solved, simulate_cuts
 from autopar.solver.stages import Stager
 from autopar.solver.typed_axes import TypedAxes
-from autopar.solver.virtual_cuts import cut_bounds_s, least_cut_bound_s, virtual_cuts
+from autopar.solver.virtual_cuts import (
+    compute_bound_s,
+    cut_bounds_s,
+    least_cut_bound_s,
+    virtual_cuts,
+)
 
 Progress = Callable[[str], None]
 
@@ -113,6 +118,9 @@ class Search:
         self.too_large: dict[tuple[object, ...], int] = {}  # by degrees: what never fits
         self._rough: dict[tuple[object, ...], float] = {}
         self._scalar: dict[Candidate, float] = {}
+        self._fits: dict[tuple[object, ...], bool] = {}
+        self._compute: dict[Candidate, float] = {}  # by candidates of ZeRO 0
+        self._virtual_cuts: dict[Candidate, tuple[tuple[int, ...], ...]] = {}  # the same
         self._on: dict[tuple[Cluster, object], Setting] = {}  # for several groups of nodes
         self._mixed: dict[tuple[object, ...], MixedSetting] = {}
         self._searches: dict[Cluster, Search] = {}  # on single groups
@@ -343,13 +351,45 @@ class Search:
             keeping_s = self.scalar_bound(_keeping_ops(candidate))
             if keeping_s > self._enough_s:  # the setting of its own need not be made
                 return keeping_s
+        bound = self._compute_bound(candidate) if candidate.virtual_stages > 1 else 0.0
+        if bound > self._enough_s:
+            return bound
         stager = self.stager(candidate, self.setting(candidate).least)
+        if not self._may_fit(stager):
+            return math.inf
         times = self._least_times(candidate).plus_backward(stager.adding_s())
-        bound = scalar_bound_s(candidate, times)
+        bound = max(bound, scalar_bound_s(candidate, times))
         if candidate.virtual_stages > 1:
             cuts = self._cuts(candidate, stager)
+            fitting = stager.least_cuts_fit(rounds_of(cuts, candidate.pp))
+            cuts = tuple(itertools.compress(cuts, fitting.tolist()))
+            if not cuts:
+                return math.inf
             bound = max(bound, least_cut_bound_s(stager, times, cuts, memory=False))
         return bound
+
+    def _may_fit(self, stager: Stager) -> bool:
+        """``stager.may_fit``, asked once for candidates that are alike for it."""
+        candidate = stager.candidate
+        key = (
+            *(candidate.pp, candidate.dp, candidate.num_shards, candidate.zero_stage),
+            *(candidate.num_micro_batches if candidate.schedule == "layered" else 0,),
+            *(candidate.recompute, candidate.group_order, *self.setting_key(candidate)),
+        )
+        if key not in self._fits:
+            self._fits[key] = stager.may_fit()
+        return self._fits[key]
+
+    def _compute_bound(self, candidate: Candidate) -> float:
+        """``compute_bound_s`` of a candidate with virtual stages, shared by those alike."""
+        alike = candidate.of_any_zero
+        known = self._compute.get(alike)
+        if known is None:
+            stager = self.stager(candidate, self.setting(candidate).least)
+            times = self._least_times(candidate).plus_backward(stager.adding_s())
+            known = compute_bound_s(stager, times, self._cuts(candidate, stager))
+            self._compute[alike] = known
+        return known
 
     def _least_times(self, candidate: Candidate) -> StageTimes:
         """Below every layout of the candidate."""
@@ -589,7 +629,11 @@ class Search:
             num = candidate.pp * candidate.virtual_stages
             return (layer_cuts(self.facts.model, num),)
         if candidate.virtual_stages > 1:
-            return virtual_cuts(self.stager(candidate, self.setting(candidate).whole))
+            alike = candidate.of_any_zero
+            if alike not in self._virtual_cuts:
+                whole = self.stager(candidate, self.setting(candidate).whole)
+                self._virtual_cuts[alike] = virtual_cuts(whole)
+            return self._virtual_cuts[alike]
         times = exact_times(stager) if times is None else times
         bounds = stage_bounds(stager, times)
         bound, cuts = best_cuts(bounds, bounds.reach)

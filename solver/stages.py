@@ -32,7 +32,7 @@ from autopar.solver.facts import BlockCosts, Floats
 from autopar.solver.hardware import Cluster
 from autopar.solver.in_flight import in_flight, in_parts
 from autopar.solver.reach import Floor
-from autopar.solver.runs import Ints, Rounds, Runs, prefixes
+from autopar.solver.runs import Bools, Ints, Rounds, Runs, prefixes
 from autopar.solver.sites import Border, Sites
 
 ROUNDED_BYTES = 16
@@ -41,7 +41,6 @@ ROUNDED_BYTES = 16
 _ABOVE = 1 + 1e-9
 """Rounding makes nothing too large."""
 
-Bools = NDArray[np.bool_]
 ManyElements = tuple[Floats, Floats]
 """``Elements`` of many runs: all, and those of experts."""
 
@@ -472,6 +471,31 @@ class Stager:
     def _context_bytes(self) -> Floats:
         return np.array([float(memory.context_bytes) for memory in self.sites.memory])
 
+    def may_fit(self) -> bool:
+        """Whether all stages together have room for what no cuts are without: parameters and their
+        state, and a micro-batch on each stage, with all computed again that can be.
+        """
+        candidate, costs = self.candidate, self.costs
+        whole = Runs(stage=np.array(0), first=np.array(0), end=np.array(costs.num_blocks))
+        numel = self._run_numel(whole)
+        kept_whole, summed = (
+            self._part_numel(whole, numel, part)
+            for part in (self.zero_stages <= 2, self.zero_stages <= 1)
+        )
+        needed = float(self._parameter_bytes(numel, kept_whole, summed)[0])
+        if candidate.schedule != "layered":  # where the last segment's counts in part
+            needed += float(self._least_kept()[1].sum() * (1 + self._lost_shares.min()))
+        room = self.sites.usable_bytes + ROUNDED_BYTES - self._context_bytes
+        return needed <= float(room.sum()) * _ABOVE
+
+    def _least_kept(self) -> tuple[Floats, Floats]:
+        """Bytes that a micro-batch keeps of each block at the least, as it is and recomputed."""
+        kept = self._kept[1]
+        if self.candidate.recompute != "blocks" or self.candidate.recomputed_blocks:
+            return kept, kept
+        costs = self.costs
+        return kept, np.minimum(kept, np.where(costs.again("full") > 0, costs.input_bytes, kept))
+
     def least_run_bytes(self) -> LeastBytes:
         """What no run has fewer bytes than, as a sum over its blocks."""
         candidate, costs = self.candidate, self.costs
@@ -481,9 +505,7 @@ class Stager:
             for part in (self.zero_stages <= 2, self.zero_stages <= 1)
         )
         parameters, _ = self._parameter_bytes(numel, kept_whole, summed)
-        kept = again = self._kept[1]
-        if candidate.recompute == "blocks" and not candidate.recomputed_blocks:
-            again = np.minimum(kept, np.where(costs.again("full") > 0, costs.input_bytes, kept))
+        kept, again = self._least_kept()
         numbers = self.flying.copy()
         if candidate.schedule == "layered" and not candidate.per_block:
             numbers[-1] = 1  # the last segment has one micro-batch at a time
@@ -517,8 +539,20 @@ class Stager:
         kept = replace(self, candidate=again)._cut_kept(rounds) + min(able, default=0.0)
         return self._account(rounds).peak(kept)
 
+    def least_cuts_fit(self, rounds: Rounds) -> Bools:
+        """Whether each choice of cuts may fit, whatever is computed again."""
+        usable = self.sites.usable_bytes + ROUNDED_BYTES
+        peaks = self.least_cut_peaks if self.candidate.recompute == "blocks" else self.cut_peaks
+        return np.all(peaks(rounds) <= usable, axis=1)
+
     def _cut_kept(self, rounds: Rounds) -> Floats:
-        """Bytes that stages keep of all micro-batches in flight."""
+        """Bytes that stages keep of all micro-batches in flight: the same in any ZeRO stage."""
+        key = (self.candidate.of_any_zero, rounds.each.first.tobytes())
+        if key not in self.costs.known_kept:
+            self.costs.known_kept[key] = self._made_cut_kept(rounds)
+        return self.costs.known_kept[key]
+
+    def _made_cut_kept(self, rounds: Rounds) -> Floats:
         candidate, runs = self.candidate, rounds.each
         first_kept, inside = self._kept
         held = runs.sums(inside) + (first_kept - inside)[runs.first]

@@ -82,6 +82,17 @@ def least_cut_bound_s(
     return float(cut_bounds_s(stager, times, cuts, memory=memory).min())
 
 
+def compute_bound_s(stager: Stager, times: StageTimes, cuts: Sequence[tuple[int, ...]]) -> float:
+    """The least of ``cut_bounds_s`` without what is computed again and without gathers, reductions
+    and optimizer: the same for all ZeRO stages, and all divisions of the data ranks.
+    """
+    rounds = rounds_of(cuts, stager.candidate.pp)
+    nothing: Floats = np.zeros((len(cuts), stager.candidate.pp))
+    work = stager.candidate.num_micro_batches * rounds.sums(times.both)
+    busy = _busy_s(stager, times, cuts, rounds, work=work, once=nothing, reduce=None)
+    return float(busy.max(axis=1).min())
+
+
 def cut_bounds_s(
     stager: Stager, times: StageTimes, cuts: Sequence[tuple[int, ...]], *, memory: bool = True
 ) -> Floats:
@@ -99,22 +110,40 @@ def cut_bounds_s(
     again: Floats = np.zeros((len(cuts), pp))
     if memory:
         again = least_cut_again_s(stager, rounds)
+        if np.isinf(again).any(axis=1).all():
+            return np.full(len(cuts), np.inf)
     gather, reduce = stager.gather_s(), stager.reduce_s()
     gathers, reductions = rounds.each.sums(gather), rounds.each.sums(reduce)
     at_ends = gathers[:, 0] + reductions[:, 0]
     beside, stream = _traffic_s(stager, rounds, at_ends)
-    both, backward = rounds.each.sums(times.both), rounds.each.sums(times.backward)
-    hops = 2 * stager.borders_s(np.array(cuts)[:, 1:pp])
-    work = candidate.num_micro_batches * (both.sum(axis=1) + again) + beside
+    work = candidate.num_micro_batches * (rounds.sums(times.both) + again) + beside
     once = rounds.sums(stager.once_s()) + stager.sites.step_s
-    if candidate.has_parts:
-        first = Runs(stage=rounds.stage, first=rounds.each.first[:, 0], end=rounds.each.end[:, 0])
-        busy = _parts_s(stager, times, first, hops, work=work, once=once)
-    else:
-        before, returned = _passed_s(both[:, 0], hops), _passed_s(backward[:, 0], hops)
-        busy = before + work + np.maximum(0.0, once - returned)
+    busy = _busy_s(stager, times, cuts, rounds, work=work, once=once, reduce=reduce)
     found: Floats = np.maximum(busy, stream + once).max(axis=1)
     return found
+
+
+def _busy_s(
+    stager: Stager,
+    times: StageTimes,
+    cuts: Sequence[tuple[int, ...]],
+    rounds: Rounds,
+    *,
+    work: Floats,
+    once: Floats,
+    reduce: Floats | None,
+) -> Floats:
+    """Of each choice of cuts and stage: ``work`` between the first micro-batch's way to it and
+    back, and ``once`` after it; ``reduce`` has the seconds of each block's reduction, if any.
+    """
+    hops = 2 * stager.borders_s(np.array(cuts)[:, 1 : stager.candidate.pp])
+    each = rounds.each
+    first = Runs(stage=rounds.stage, first=each.first[:, 0], end=each.end[:, 0])
+    if stager.candidate.has_parts:
+        return _parts_s(stager, times, first, hops, work=work, once=once, reduce=reduce)
+    before = _passed_s(first.sums(times.both), hops)
+    returned = _passed_s(first.sums(times.backward), hops)
+    return before + work + np.maximum(0.0, once - returned)
 
 
 def _parts_s(
@@ -125,6 +154,7 @@ def _parts_s(
     *,
     work: Floats,
     once: Floats,
+    reduce: Floats | None,
 ) -> Floats:
     """(A) and (Q) of ``zero_bubble``, of stages with ``work`` in all and ``once`` after it: of the
     virtual stages before theirs only those of the first round come before it, and their input parts
@@ -136,8 +166,10 @@ def _parts_s(
     ended = _passed_s(forward, hops) - one_way + work + once
     if num < pp:  # then weight parts of other rounds are left at the end, too
         return ended
-    left, reduce = 1 + first.stage, first.sums(stager.reduce_s())[:, :1]
-    end = np.maximum(first.sums(times.weight)[:, :1], reduce) + once[:, :1]
+    left, end = 1 + first.stage, first.sums(times.weight)[:, :1]
+    if reduce is not None:
+        end = np.maximum(end, first.sums(reduce)[:, :1])
+    end = end + once[:, :1]
     back = _passed_s(first.sums(times.input), hops) - one_way + end
     waits = left * np.maximum(0.0, first.sums(times.both) - first.sums(times.early))
     slowed = stager.sites.slowdown * back  # by what comes after the last part

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -57,6 +57,11 @@ class Coster:
     styles: Mapping[fx.Node, NodeStyle] = field(default_factory=lambda: _ALL_PLAIN, repr=False)
     again: frozenset[fx.Node] = field(default=frozenset(), repr=False)
     _shapes: dict[int, tuple[TensorInfo, Shape]] = field(default_factory=dict, repr=False)
+
+    @property
+    def fingerprint(self) -> Hashable:
+        """Equal for costers that cost the same, but for ``styles`` and ``again``."""
+        return self.links.cluster, self.group, self.batch, self.reduce_itemsize
 
     def style(self, node: fx.Node) -> NodeStyle:
         """By which kernels ``node`` is computed."""

@@ -47,8 +47,8 @@ class FrameClass:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameValue:
     """Result ``result`` of node ``node``; ``moves`` are the moves that there are, by indices of
-    states and demanded states. ``twin`` is the first value that is moved in the same ways at the
-    same costs, itself or an earlier one.
+    states and demanded states. ``alike`` is the same number for all values of a model that are
+    moved in the same ways at the same costs.
     """
 
     kind: int
@@ -60,7 +60,7 @@ class FrameValue:
     demanded: tuple[State, ...]
     moves: tuple[tuple[int, int], ...]
     state_class: int | None
-    twin: int
+    alike: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,8 @@ class FrameOp:
         weights: Operands whose gradients can be computed apart, later (``ir.weight_parts``).
         is_again: Whether backward computes it again by itself.
         is_rebuilt: Whether backward then reads its results.
-        twin: The first op that costs the same in each of the same options, itself or an earlier.
+        alike: The same number for all ops of a model that cost the same in the same options.
+        sends: Whether axes that are typed already send something for it.
     """
 
     kind: int
@@ -86,7 +87,8 @@ class FrameOp:
     is_again: bool
     is_rebuilt: bool
     weights: tuple[int, ...]
-    twin: int
+    alike: int
+    sends: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from autopar.solver.layout.kept import KeptTensors
 from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.outer import NodeView, OuterAxes
 from autopar.solver.layout.outer_comm import NO_COMM, OuterComm, OuterTraffic
-from autopar.solver.layout.price import price
+from autopar.solver.layout.price import Priced, price
 from autopar.solver.layout.problem import Problem
 from autopar.solver.layout.state import AxisRule, grows, is_positions
 from autopar.solver.layout.stream import residual_stream
@@ -49,7 +49,8 @@ def make_problem(
     ``outer`` are the axes that are typed already, and ``comm`` is what they send.
     """
     frame = _frame(facts, axis, coster, outer or OuterAxes(), comm.traffic)
-    return price(frame, coster, comm)
+    known = facts.priced.setdefault(coster.fingerprint, Priced())
+    return price(frame, coster, comm, known)
 
 
 def _frame(
@@ -98,7 +99,6 @@ class _Maker:
             kind.name: rebuilt_nodes(kind.graph, coster.again, coster.styles)
             for kind in facts.model.kinds.values()
         }
-        self.twins: dict[Hashable, int] = {}
 
     def frame(self) -> Frame:
         for index, kind in enumerate(self.model.kinds.values()):
@@ -108,7 +108,7 @@ class _Maker:
         for index, kind in enumerate(self.model.kinds.values()):
             for node in kind.graph.nodes:
                 if (kind.name, node.name) in self.options:
-                    ops.append(self.op(len(ops), index, kind, node))
+                    ops.append(self.op(index, kind, node))
         counts = self.model.multiplicity()
         return Frame(
             axis=self.axis.name,
@@ -116,7 +116,7 @@ class _Maker:
             outer=self.outer,
             kinds=tuple(self.model.kinds),
             counts=tuple(counts[name] for name in self.model.kinds),
-            values=tuple(map(self.value, range(len(self.drafts)), self.drafts)),
+            values=tuple(map(self.value, self.drafts)),
             ops=tuple(ops),
             classes=classes,
             held=tuple(self.kept.tensors),
@@ -321,10 +321,10 @@ class _Maker:
             num_members=members,
         )
 
-    def value(self, number: int, draft: Draft) -> FrameValue:
+    def value(self, draft: Draft) -> FrameValue:
         states, demanded = tuple(draft.states), tuple(draft.demanded)
         as_stored = self.used_as_stored(draft)
-        twins = (draft.tensor, states, demanded, as_stored)
+        moved = (draft.tensor, states, demanded, as_stored)
         return FrameValue(
             kind=draft.kind,
             node=draft.node,
@@ -340,7 +340,7 @@ class _Maker:
                 if not as_stored or source == target
             ),
             state_class=draft.state_class,
-            twin=self.twins.setdefault(twins, number),
+            alike=self.facts.number_of(moved),
         )
 
     def used_as_stored(self, draft: Draft) -> bool:
@@ -349,7 +349,7 @@ class _Maker:
             return (draft.kind, draft.node) in self.views_of_matrices
         return draft.state_class in self.facts.matrices and self.facts.uses[draft.state_class] == 1
 
-    def op(self, number: int, index: int, kind: BlockKind, node: fx.Node) -> FrameOp:
+    def op(self, index: int, kind: BlockKind, node: fx.Node) -> FrameOp:
         operands = tuple(self.value_of(kind, operand) for operand in operands_of(node))
         results = tuple(
             self.number[kind.name, node.name, result] for result in range(len(info(node).tensors))
@@ -376,7 +376,8 @@ class _Maker:
             is_again=is_again,
             is_rebuilt=node in self.rebuilt[kind.name],
             weights=self.facts.weights[kind.name].get(node, ()),
-            twin=self.twins.setdefault(self.signature(kind, node, view), number),
+            alike=self.facts.number_of(self.signature(kind, node, view)),
+            sends=self.traffic.sends(kind.name, node.name, len(results)),
         )
 
     def signature(self, kind: BlockKind, node: fx.Node, view: NodeView) -> Hashable:

@@ -23,6 +23,7 @@ from autopar.ir.weight_parts import weight_operands
 from autopar.solver.costs.fusion import NodeStyle, node_styles
 from autopar.solver.layout.classes import Classes, state_classes
 from autopar.solver.layout.frame import Frame
+from autopar.solver.layout.price import Priced
 from autopar.solver.layout.state import AxisRule
 
 
@@ -44,6 +45,7 @@ class ModelFacts:
         positions: Sizes of the dims along which causal attention can be split.
         loss: The kind that makes the loss, or why it cannot be computed in chunks.
         frames: Choices on an axis that were made already, by what they depend on.
+        priced: What ops and moves cost that were priced already, by what that depends on.
     """
 
     model: ModelGraph
@@ -57,9 +59,15 @@ class ModelFacts:
     positions: frozenset[int]
     loss: LossKind | NoLossRegion
     frames: dict[Hashable, tuple[Frame, object]] = field(default_factory=dict, repr=False)
+    priced: dict[Hashable, Priced] = field(default_factory=dict, repr=False)
+    _numbers: dict[Hashable, int] = field(default_factory=dict, repr=False)
     _repeated: dict[RecomputeName, NDArray[np.float64]] = field(default_factory=dict, repr=False)
     _in_chunks: dict[int, frozenset[str]] = field(default_factory=dict, repr=False)
     _styles: dict[KernelSet, Mapping[fx.Node, NodeStyle]] = field(default_factory=dict, repr=False)
+
+    def number_of(self, thing: Hashable) -> int:
+        """The same number for what is equal."""
+        return self._numbers.setdefault(thing, len(self._numbers))
 
     @property
     def loss_block(self) -> int:

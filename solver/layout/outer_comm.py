@@ -59,6 +59,11 @@ class OuterTraffic:
         moves = tuple(self.moves.get((kind, node, result), ()) for result in range(num_results))
         return moves, self.helpers.get((kind, node), ())
 
+    def sends(self, kind: str, node: str, num_results: int) -> bool:
+        """Whether anything is sent of an op's results or tokens."""
+        moved = any((kind, node, result) in self.moves for result in range(num_results))
+        return moved or (kind, node) in self.helpers
+
 
 def outer_traffic(model: ModelGraph, axes: Mapping[str, OuterAxis]) -> OuterTraffic:
     """Of all typed axes of a model."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 from autopar.ir.graph import TensorInfo
@@ -26,17 +27,29 @@ from autopar.solver.layout.problem import (
 )
 
 
-def price(frame: Frame, coster: Coster, comm: OuterComm = NO_COMM) -> Problem:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Priced:
+    """What was priced already on some ranks at some batch, by the numbers of what is alike."""
+
+    options: dict[int, tuple[OpOption, ...]] = field(default_factory=dict)
+    moves: dict[int, dict[tuple[int, int], MoveCost]] = field(default_factory=dict)
+    transfers: dict[TensorInfo, dict[tuple[State, State], MoveCost]] = field(default_factory=dict)
+
+
+def price(
+    frame: Frame, coster: Coster, comm: OuterComm = NO_COMM, known: Priced | None = None
+) -> Problem:
     """The problem whose choices are those of ``frame``, for ranks that cost what ``coster`` says.
 
-    ``comm`` is what the axes send that are typed already.
-
-    Ops that are twins, and tensors that are alike, are costed once.
+    Args:
+        comm: What the axes send that are typed already.
+        known: Of frames of the same model that were priced by such a coster; it learns from this.
     """
+    known = known or Priced()
     return Problem(
         frame=frame,
-        values=_values(frame, coster),
-        ops=_ops(frame, coster, comm),
+        values=_values(frame, coster, known),
+        ops=_ops(frame, coster, comm, known),
         classes=_classes(frame, coster, comm),
         held=tuple(
             Held(
@@ -50,16 +63,14 @@ def price(frame: Frame, coster: Coster, comm: OuterComm = NO_COMM) -> Problem:
     )
 
 
-def _values(frame: Frame, coster: Coster) -> tuple[Value, ...]:
+def _values(frame: Frame, coster: Coster, known: Priced) -> tuple[Value, ...]:
     found: list[Value] = []
-    costs: dict[TensorInfo, dict[tuple[State, State], MoveCost]] = {}
-    for number, value in enumerate(frame.values):
-        if value.twin < number:
-            moves = found[value.twin].moves
-        else:
-            known = costs.setdefault(value.tensor, {})
-            moves = {
-                (i, j): _move(coster, value.tensor, value.states[i], value.demanded[j], known)
+    for value in frame.values:
+        moves = known.moves.get(value.alike)
+        if moves is None:
+            transfers = known.transfers.setdefault(value.tensor, {})
+            moves = known.moves[value.alike] = {
+                (i, j): _move(coster, value.tensor, value.states[i], value.demanded[j], transfers)
                 for i, j in value.moves
             }
         found.append(
@@ -94,23 +105,24 @@ def _move(
 _NO_MOVE = MoveCost(0.0, 0.0)
 
 
-def _ops(frame: Frame, coster: Coster, comm: OuterComm) -> tuple[Op, ...]:
+def _ops(frame: Frame, coster: Coster, comm: OuterComm, known: Priced) -> tuple[Op, ...]:
     found: list[Op] = []
-    for number, op in enumerate(frame.ops):
-        if op.twin < number:
-            options = tuple(
-                _keeping(option, held)
-                for option, held in zip(found[op.twin].options, op.held, strict=True)
-            )
-        else:
-            options = _options(op, frame.kinds[op.kind], coster, comm)
+    sending: dict[int, tuple[OpOption, ...]] = {}
+    for op in frame.ops:
+        own = sending if op.sends else known.options  # what is sent depends on other axes, too
+        options = own.get(op.alike)
+        if options is None:
+            options = own[op.alike] = _options(op, frame.kinds[op.kind], coster, comm)
         found.append(
             Op(
                 kind=op.kind,
                 node=op.node.name,
                 operands=op.operands,
                 results=op.results,
-                options=options,
+                options=tuple(
+                    option if option.held == held else _keeping(option, held)
+                    for option, held in zip(options, op.held, strict=True)
+                ),
             )
         )
     return tuple(found)

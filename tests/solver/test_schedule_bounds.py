@@ -20,10 +20,11 @@ from autopar.solver import Cluster
 from autopar.solver.bounds import exact_times
 from autopar.solver.candidates import Candidate
 from autopar.solver.instance import Instance, make_instance
+from autopar.solver.runs import rounds_of
 from autopar.solver.schedule_bounds import scalar_bound_s, stage_bounds
 from autopar.solver.solved import simulate_cuts
 from autopar.solver.stages import Stager
-from autopar.solver.virtual_cuts import cut_bounds_s
+from autopar.solver.virtual_cuts import compute_bound_s, cut_bounds_s
 from autopar.solver.windows import make_windows
 from tests.solver.drawn import FACTORS, changed
 from tests.solver.graphs import block_model
@@ -122,7 +123,9 @@ def test_no_bound_is_above_the_simulator(case: tuple[Stager, Cuts]) -> None:
     step_s, times = simulated_s(stager, cuts), exact_times(stager)
     assert scalar_bound_s(stager.candidate, times) <= step_s * _SHARE
     if stager.candidate.virtual_stages > 1:
-        assert cut_bounds_s(stager, times, [cuts])[0] <= step_s * _SHARE
+        bound_s = cut_bounds_s(stager, times, [cuts])[0]
+        assert compute_bound_s(stager, times, [cuts]) <= bound_s * _SHARE
+        assert bound_s <= step_s * _SHARE
         return
     bounds = stage_bounds(stager, times)
     assert bounds(make_windows(cuts, cuts)).max() <= step_s * _SHARE
@@ -131,6 +134,23 @@ def test_no_bound_is_above_the_simulator(case: tuple[Stager, Cuts]) -> None:
     assert all(
         low <= cut <= high for low, cut, high in zip(borders[0], cuts, borders[1], strict=True)
     )
+
+
+@given(case=staged(), schedule=st.sampled_from([None, "layered", "interleaved"]))
+def test_what_fits_is_not_ruled_out(case: tuple[Stager, Cuts], schedule: ScheduleName) -> None:
+    """With as much memory as the fullest stage needs, and with less."""
+    stager, cuts = case
+    if schedule is not None and stager.candidate.virtual_stages > 1:
+        candidate = dataclasses.replace(stager.candidate, schedule=schedule, extra_in_flight=0)
+        stager = dataclasses.replace(stager, candidate=candidate)
+    needed = max(stager.peak_bytes(cuts))
+    exactly = dataclasses.replace(stager, cluster=stager.cluster.with_memory(needed))
+    assert exactly.fits(cuts)
+    assert exactly.may_fit()
+    assert exactly.least_cuts_fit(rounds_of([cuts], stager.candidate.pp)).all()
+    context = max(memory.context_bytes for memory in stager.sites.memory)
+    nothing = dataclasses.replace(stager, cluster=stager.cluster.with_memory(context))
+    assert not (stager.costs.numel.any() and nothing.may_fit())
 
 
 @pytest.mark.parametrize("pp", [2, 3, 6])
