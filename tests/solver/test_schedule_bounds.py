@@ -137,7 +137,9 @@ def test_no_bound_is_above_the_simulator(case: tuple[Stager, Cuts]) -> None:
 
 
 @given(case=staged(), schedule=st.sampled_from([None, "layered", "interleaved"]))
-def test_what_fits_is_not_ruled_out(case: tuple[Stager, Cuts], schedule: ScheduleName) -> None:
+def test_what_fits_is_not_ruled_out(
+    case: tuple[Stager, Cuts], schedule: ScheduleName | None
+) -> None:
     """With as much memory as the fullest stage needs, and with less."""
     stager, cuts = case
     if schedule is not None and stager.candidate.virtual_stages > 1:
