@@ -20,6 +20,7 @@ from autopar.ir.typecheck import check_kind, check_model, check_moved
 from autopar.passes.base import Pass, TypedKind
 from autopar.passes.choose_kernels import choose_kernels
 from autopar.passes.chunk_loss import ChunkLoss
+from autopar.passes.fuse_chains import fuse_chains
 from autopar.passes.idle_axes import settle_idle_axes
 from autopar.passes.insert_moves import InsertMoves
 from autopar.passes.localize import localize
@@ -148,7 +149,7 @@ def lower(
     for name, kind in typed.items():
         local = chunk_loss(localize(kind, mesh=mesh, batch=batch), kind, settled[name])
         choose_kernels(local.graph, chosen)
-        kinds[name] = _module(local.graph, name)
+        kinds[name] = _module(fuse_chains(local, chosen, mesh).graph, name)
     return Program(
         kinds=kinds,
         segments=build_segments(model, segments, kinds),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.ir.families import Family, family_of, op_text
 from autopar.ir.graph import BATCH, BlockKind, ModelGraph, Size, evaluate, info
 from autopar.ir.layout import operands_of
 from autopar.ir.mesh import TENSOR_AXIS
@@ -16,7 +17,6 @@ from autopar.ir.rules.core import Option, Rule
 from autopar.ir.rules.registry import rule_of, rule_or_replicated
 from autopar.ir.rules.text import rule_text
 from autopar.ir.typecheck import is_op, kind_options
-from autopar.solver.costs.families import Family, family_of, op_text
 from autopar.solver.costs.work import op_flops
 from autopar.solver.hardware import Cluster
 from autopar.solver.unruled import replicated_ops

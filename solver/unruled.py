@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autopar.ir.families import op_text
 from autopar.ir.graph import ModelGraph, info
 from autopar.ir.layout import operands_of
 from autopar.ir.placement import REPLICATED
@@ -10,7 +11,6 @@ from autopar.ir.rules.core import Option
 from autopar.ir.rules.registry import has_rule
 from autopar.ir.typecheck import is_op
 from autopar.solver.costs.comm import Group, Links
-from autopar.solver.costs.families import op_text
 from autopar.solver.costs.kernels import Kernels
 from autopar.solver.hardware import Cluster
 from autopar.solver.layout.costing import Coster, OpSeconds

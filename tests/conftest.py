@@ -29,6 +29,9 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+# Compiling chains takes long: their ops run one by one, but in the test of compiling.
+os.environ.setdefault("AUTOPAR_CHAIN_COMPILER", "none")
+
 
 @pytest.fixture(autouse=True)
 def no_process_group_is_left() -> Iterator[None]:

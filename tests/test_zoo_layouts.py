@@ -59,7 +59,7 @@ RECOMPUTES: list[RecomputeName] = list(get_args(RecomputeName))
     zero_stage=st.integers(0, 3),
     recompute=st.sampled_from(RECOMPUTES),
     schedule=st.sampled_from(SCHEDULES),
-    kernels=st.sampled_from(RUNNABLE),
+    kernels=st.sampled_from([*RUNNABLE, *(f"{name} + fused pointwise" for name in RUNNABLE)]),
 )
 def test_any_layout_has_the_numbers_of_one_device(
     model: tuple[str, str],

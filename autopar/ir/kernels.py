@@ -44,11 +44,11 @@ class KernelSet:
 
 
 DEFAULT_KERNELS = str(KernelSet())
-"""What the runtime runs: ``scaled_dot_product_attention``, and every other op by itself."""
+"""``scaled_dot_product_attention``, and every other op by itself."""
 
 
-RUNNABLE = ("eager", "flash_attention2")
-"""The kernels that the runtime has. Others can be estimated only."""
+RUNNABLE: tuple[AttentionKernel, ...] = ("eager", "flash_attention2")
+"""The kernels of attention that the runtime has. Others can be estimated only."""
 
 
 def runnable_kernels(text: str) -> KernelSet:
@@ -58,10 +58,10 @@ def runnable_kernels(text: str) -> KernelSet:
         InputError: No such kernel, or the runtime does not have it.
     """
     kernels = parse_kernels(text)
-    if str(kernels) not in RUNNABLE:
+    if kernels.attention not in RUNNABLE:
         raise InputError(
             f"a plan with the kernels {str(kernels)!r} cannot be run: it is an estimate",
-            hint=f"plan with the kernel {' or '.join(RUNNABLE)} to run it",
+            hint=f"plan with attention by {' or '.join(RUNNABLE)} to run it",
         )
     return kernels
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
+from autopar.ir.chains import chains_of
+from autopar.ir.families import LINEAR
 from autopar.ir.graph import BlockKind
 from autopar.ir.kernels import AttentionKernel, KernelSet
 from autopar.ir.layout import operands_of
-from autopar.ir.rules.random import is_random
-from autopar.solver.costs.families import LINEAR, Family, family_of, op_name
+from autopar.ir.recompute import op_name
 
 SCORES_WRITTEN: tuple[AttentionKernel, ...] = (
     "eager",
@@ -78,10 +78,8 @@ def node_styles(kinds: Iterable[BlockKind], kernels: KernelSet) -> Mapping[fx.No
         styles.update(dict.fromkeys(kind.graph.nodes, alone))
         if not kernels.fused:
             continue
-        chains = _chains(kind.graph) if kernels.fuses_pointwise else _norms(kind.graph)
-        for chain in chains:
-            if len(chain) > 1:
-                styles.update(_fuse(chain, kernels.attention))
+        for chain in chains_of(kind.graph, kernels):
+            styles.update(_fuse(chain, kernels.attention))
     return styles
 
 
@@ -106,84 +104,3 @@ def _fuse(chain: list[fx.Node], attention: AttentionKernel) -> dict[fx.Node, Nod
         )
         found[node] = NodeStyle(attention=attention, fused=fused, eager=False)
     return found
-
-
-def _can_fuse(node: fx.Node) -> bool:
-    if node.op != "call_function" or is_random(node) or family_of(node) is not Family.POINTWISE:
-        return False
-    return op_name(node) not in _BY_ITSELF
-
-
-_BY_ITSELF = frozenset({"getitem", "cat", "index", "index_select", "gather", "scatter", "cumsum"})
-
-
-def _chains(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Maximal connected sets of pointwise ops and normalizations between two other ops.
-
-    A set has ops of one depth, counted in ops that cannot be fused: no path leaves it and returns.
-    """
-    depth: dict[fx.Node, int] = {}
-    leader: dict[fx.Node, fx.Node] = {}
-
-    def find(node: fx.Node) -> fx.Node:
-        while leader[node] is not node:
-            node = leader[node]
-        return node
-
-    for node in graph.nodes:
-        inputs = node.all_input_nodes
-        depth[node] = max((depth[i] + (not _can_fuse(i) and _works(i)) for i in inputs), default=0)
-        if not _can_fuse(node):
-            continue
-        leader[node] = node
-        for operand in inputs:
-            if operand in leader and depth[operand] == depth[node]:
-                leader[find(node)] = find(operand)
-    chains: dict[fx.Node, list[fx.Node]] = {}
-    for node in leader:
-        chains.setdefault(find(node), []).append(node)
-    return list(chains.values())
-
-
-def _works(node: fx.Node) -> bool:
-    return node.op == "call_function" and family_of(node) is not Family.VIEW
-
-
-def _norms(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Normalizations that are written as several ops: from the cast before the statistics to the
-    product with the weights.
-    """
-    found: list[list[fx.Node]] = []
-    for node in graph.nodes:
-        if node.op == "call_function" and op_name(node) == "rsqrt":
-            members = _normalization(node)
-            found.append([other for other in graph.nodes if other in members])
-    return found
-
-
-def _normalization(rsqrt: fx.Node) -> set[fx.Node]:
-    members = {rsqrt}
-    statistics = [rsqrt]
-    while statistics:  # up to the reduction, what it reduces, and the cast before
-        node = statistics.pop()
-        for operand in node.all_input_nodes:
-            if (_can_fuse(operand) and op_name(operand) != "add") or _is_epsilon(operand):
-                members.add(operand)
-                statistics.append(operand)
-    users = list(rsqrt.users)
-    while users:  # down to what is scaled with weights
-        node = users.pop()
-        others = [operand for operand in node.all_input_nodes if operand not in members]
-        is_scaled = all(other.op in ("placeholder", "get_attr") for other in others)
-        if _can_fuse(node) and (is_scaled or node in rsqrt.users):
-            members.add(node)
-            users += list(node.users)
-    return members
-
-
-def _is_epsilon(node: fx.Node) -> bool:
-    """``variance + eps``, unlike a residual stream that comes before a normalization."""
-    return _can_fuse(node) and len(node.all_input_nodes) == 1 and node.target in _ADDS
-
-
-_ADDS = (torch.ops.aten.add.Tensor, torch.ops.aten.add.Scalar)

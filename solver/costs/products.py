@@ -11,9 +11,9 @@ from torch import fx
 
 from autopar.ir.graph import Size, info
 from autopar.ir.layout import operands_of
+from autopar.ir.recompute import op_name
 from autopar.ir.rules.call import Call
 from autopar.ir.rules.text import whole_size
-from autopar.solver.costs.families import op_name
 
 Shape = Sequence[Size]
 

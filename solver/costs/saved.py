@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.ir.families import LINEAR, Family, family_of
 from autopar.ir.graph import Size, info
 from autopar.ir.layout import operands_of
+from autopar.ir.recompute import op_name
 from autopar.ir.rules.call import Call
 from autopar.ir.rules.random import is_random
 from autopar.solver.costs.experts import ExpertSizes, Shape
-from autopar.solver.costs.families import LINEAR, Family, family_of, op_name
 from autopar.solver.costs.fusion import PLAIN, SCORES_WRITTEN, NodeStyle
 from autopar.solver.costs.products import BIASED
 from autopar.solver.costs.work import global_shapes, num_scores

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from autopar.ir.families import LINEAR, Family, family_of
 from autopar.ir.graph import BlockKind, Size, info
 from autopar.ir.kernels import AttentionKernel
 from autopar.ir.layout import operands_of
+from autopar.ir.recompute import op_name
 from autopar.ir.rules.call import Call
 from autopar.ir.rules.random import is_random
 from autopar.solver.costs.experts import ExpertSizes
-from autopar.solver.costs.families import LINEAR, Family, family_of, op_name
 from autopar.solver.costs.fusion import PLAIN, SCORE_PASSES, SCORES_WRITTEN, NodeStyle
 from autopar.solver.costs.products import BIASED, Product, Shape, numel, product_of
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from autopar.ir.families import Family, family_of
 from autopar.ir.graph import TensorInfo
 from autopar.ir.moves import Collective, backward_of, collective_of
 from autopar.ir.placement import INVARIANT, State
 from autopar.ir.rules.core import Option
 from autopar.solver.costs.comm import Group, Links
-from autopar.solver.costs.families import Family, family_of
 from autopar.solver.costs.fusion import PLAIN, NodeStyle
 from autopar.solver.costs.kernels import Kernels
 from autopar.solver.costs.work import Work, backward_work, forward_work, weight_work

@@ -10,12 +10,12 @@ from collections.abc import Hashable, Mapping
 
 from torch import fx
 
+from autopar.ir.families import Family, copies, family_of
 from autopar.ir.graph import BlockKind, Role, TensorInfo, info
 from autopar.ir.layout import operands_of
 from autopar.ir.placement import INVARIANT, REPLICATED, State
 from autopar.ir.rules.core import Option, Rule, normal_state
 from autopar.ir.typecheck import kind_options
-from autopar.solver.costs.families import Family, copies, family_of
 from autopar.solver.costs.saved import rebuilt_nodes
 from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.draft import Draft

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypedDict
 
+from autopar.ir.families import Family, family_of
 from autopar.ir.graph import TensorInfo
 from autopar.ir.placement import State
 from autopar.ir.rules.core import Option
 from autopar.solver.costs.experts import ExpertSizes
-from autopar.solver.costs.families import Family, family_of
 from autopar.solver.costs.saved import own_bytes
 from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.frame import Frame, FrameClass, FrameHeld, FrameOp, KeptInside

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
+from autopar.ir.families import Family, family_of
 from autopar.ir.graph import BlockKind, Role
-from autopar.solver.costs.families import Family, family_of
 
 _ENDS = (Family.PRODUCT, Family.ATTENTION, Family.EXPERTS, Family.LOSS)
 

@@ -8,7 +8,7 @@ from autopar.capture import capture
 from autopar.ir.errors import InputError
 from autopar.ir.graph import BlockKind, evaluate
 from autopar.ir.kernels import DEFAULT_KERNELS, parse_kernels
-from autopar.solver.costs.families import op_name
+from autopar.ir.recompute import op_name
 from autopar.solver.costs.fusion import node_styles
 from autopar.solver.costs.kernels import Kernels
 from autopar.solver.costs.products import Product

@@ -9,12 +9,12 @@ import sympy
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from autopar.ir.families import Family, family_of
 from autopar.ir.graph import info
 from autopar.ir.layout import operands_of
 from autopar.ir.placement import local_shape
 from autopar.ir.rules.core import Option
 from autopar.ir.rules.registry import rule_or_replicated
-from autopar.solver.costs.families import Family, family_of
 from autopar.solver.costs.saved import own_bytes
 from autopar.solver.costs.work import Work, backward_work, forward_work
 from autopar.testing.prove import Sample, SampleNode, node_options, sample_node

@@ -7,8 +7,8 @@ import pytest
 
 from autopar.capture import capture
 from autopar.ir.errors import InputError
+from autopar.ir.families import Family, family_of
 from autopar.solver.candidates import Way
-from autopar.solver.costs.families import Family, family_of
 from autopar.solver.cuts import layer_cuts
 from autopar.solver.hardware import Cluster
 from autopar.solver.layout.check import kind_costs

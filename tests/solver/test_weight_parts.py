@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autopar.capture import capture
+from autopar.ir.families import Family, family_of
 from autopar.ir.layout import operands_of
-from autopar.solver.costs.families import Family, family_of
 from autopar.solver.costs.work import backward_work, computing_nodes, global_shapes, weight_work
 from autopar.solver.layout.model_facts import model_facts
 from tests.zoo import ZOO

@@ -8,12 +8,12 @@ import torch
 from torch import fx
 
 from autopar.capture import capture
+from autopar.ir.families import Family, family_of
 from autopar.ir.graph import BlockKind, evaluate, info
 from autopar.ir.layout import operands_of
 from autopar.ir.randomness import Drawing, drawing
 from autopar.ir.rules.random import random_call
 from autopar.ir.shapes import call_at
-from autopar.solver.costs.families import Family, family_of
 from autopar.solver.costs.saved import own_bytes, saved_for_backward
 from autopar.solver.costs.work import (
     backward_work,

@@ -1,4 +1,4 @@
-"""Which ops are alike for costs: by the name of their overload packet or function."""
+"""What work ops are: by the name of their overload packet or function."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autopar.ir.layout import operands_of
-from autopar.ir.recompute import MATRIX_PRODUCTS
+from autopar.ir.recompute import MATRIX_PRODUCTS, op_name
 
 
 class Family(Enum):
@@ -107,14 +107,6 @@ _PERMUTING = frozenset(
     }
 )
 _FOLDING = frozenset({"reshape", "flatten", "view", "_unsafe_view", "unflatten"})
-
-
-def op_name(node: fx.Node) -> str:
-    """``mul`` for ``aten.mul.Tensor``, ``token_loss`` for the function of that name."""
-    target = node.target
-    if isinstance(target, OpOverload):
-        return str(target.overloadpacket.__name__)
-    return str(getattr(target, "__name__", target))
 
 
 def op_text(node: fx.Node) -> str:
