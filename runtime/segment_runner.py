@@ -21,7 +21,7 @@ from autopar.ir.plan import SchedulePlan
 from autopar.ir.program import Segment
 from autopar.ir.random_ops import FORMS
 from autopar.ir.randomness import Drawing, drawing
-from autopar.ir.recompute import recomputed_blocks, recomputed_nodes
+from autopar.ir.recompute import blocks_by_op, recomputed_blocks, recomputed_nodes
 from autopar.runtime.node_recompute import Context, RecomputingBlock
 from autopar.runtime.weight_parts import weights_apart
 
@@ -49,6 +49,7 @@ class SegmentRunner:
         self._interpreter = _BlockInterpreter(segment.module)
         loss_block = model.producer(model.loss)[0]
         whole = recomputed_blocks(model, schedule.recompute, schedule.recomputed_blocks)
+        by_op = blocks_by_op(model, schedule.recompute, schedule.recomputed_by_op)
         calls = [node for node in segment.module.graph.nodes if node.op == "call_module"]
         forms: dict[tuple[str, bool], _BlockForm] = {}
         for node, block in zip(calls, segment.blocks, strict=True):
@@ -60,7 +61,7 @@ class SegmentRunner:
                     module, model.kinds[kind], schedule, makes_loss=makes_loss, in_parts=in_parts
                 )
             self._interpreter.blocks[node.name] = _BlockCall(
-                index=block, form=forms[key], is_recomputed=block in whole
+                index=block, form=forms[key], is_recomputed=block in whole, by_op=block in by_op
             )
 
     @property
@@ -91,7 +92,7 @@ class _BlockForm:
     Attributes:
         module: Their graph.
         draws: Whether it draws random numbers.
-        by_nodes: Runs it where backward computes some of its nodes again.
+        by_op: Runs it where backward computes some of its nodes again.
         whole: Runs it where backward computes all of it again, and leaves gradients of weights for
             later. ``torch.utils.checkpoint`` would do it again for every op that is taken apart.
         in_parts: Whether backward leaves gradients of weights for later.
@@ -99,7 +100,7 @@ class _BlockForm:
 
     module: fx.GraphModule
     draws: bool
-    by_nodes: RecomputingBlock | None
+    by_op: RecomputingBlock | None
     whole: RecomputingBlock | None
     in_parts: bool
 
@@ -113,11 +114,21 @@ class _BlockForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BlockCall:
-    """A block of the segment: whether it is computed again in backward as a whole."""
+    """A block of the segment: whether it is computed again in backward as a whole, or some of its
+    nodes.
+    """
 
     index: int
     form: _BlockForm
     is_recomputed: bool
+    by_op: bool
+
+    @property
+    def recomputing(self) -> RecomputingBlock | None:
+        """What runs it node by node, if anything does."""
+        if self.is_recomputed:
+            return self.form.whole
+        return self.form.by_op if self.by_op else None
 
 
 def _form(
@@ -144,7 +155,7 @@ def _form(
     return _BlockForm(
         module=module,
         draws=draws,
-        by_nodes=RecomputingBlock(module, nodes, in_parts=in_parts) if nodes else None,
+        by_op=RecomputingBlock(module, nodes, in_parts=in_parts) if nodes else None,
         whole=RecomputingBlock(module, frozenset(calls), in_parts=True) if in_parts else None,
         in_parts=in_parts,
     )
@@ -177,9 +188,9 @@ class _BlockInterpreter(fx.Interpreter):
         run = partial(_run_in, context, form.module)
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        by_nodes = form.whole if block.is_recomputed else form.by_nodes
-        if by_nodes is not None:
-            return by_nodes(*args, context=context)
+        recomputing = block.recomputing
+        if recomputing is not None:
+            return recomputing(*args, context=context)
         if block.is_recomputed:
             # numbers are drawn by position: there is no state of a generator to bring back
             return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

@@ -79,7 +79,8 @@ class Candidate:
     recompute: RecomputeName
     schedule: ScheduleName
     virtual_stages: int = 1
-    recomputed_blocks: tuple[int, ...] = ()  # of recompute "blocks", once they are chosen
+    recomputed_blocks: tuple[int, ...] = ()  # of recompute "blocks", once they are chosen: whole
+    recomputed_by_op: tuple[int, ...] = ()  # the same, of which single ops are
     kernels: str = DEFAULT_KERNELS
     sequence_parallel: bool | None = None
     loss_parallel: bool = True
@@ -104,6 +105,16 @@ class Candidate:
             recompute=self.recompute if by_op else "none",
             loss_chunks=0 if self.chunks_open else self.loss_chunks,
         )
+
+    @property
+    def leaves_again_open(self) -> bool:
+        """Whether it is to be chosen what is computed again."""
+        return self.recompute == "blocks" and not self.recomputes
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether blocks are chosen that are computed again, whole or by their ops."""
+        return bool(self.recomputed_blocks or self.recomputed_by_op)
 
     @property
     def dp(self) -> int:
@@ -160,8 +171,8 @@ class Candidate:
         """
         if self.schedule == "layered" and self.pp > 1:
             return False
-        by_block = self.recompute in ("full", "selective_layer", "blocks") or self.zero_stages != ()
-        return self.dp > 1 or by_block or self.schedule == "layered"
+        by_block = self.recompute in ("full", "selective_layer") or self.zero_stages != ()
+        return self.dp * self.cp * self.ep > 1 or by_block or self.schedule == "layered"
 
     def _zero_text(self) -> str:
         if self.zero_open:
@@ -169,8 +180,11 @@ class Candidate:
         return zero_text(self.zero_stage, exceptions_of(self.zero_stage, self.zero_stages))
 
     def _recompute_text(self) -> str:
-        num = len(self.recomputed_blocks)
-        return f"{num} block{'s' * (num > 1)}" if num else self.recompute
+        listed = ((self.recomputed_blocks, ""), (self.recomputed_by_op, " by op"))
+        parts = [
+            f"{len(blocks)} block{'s' * (len(blocks) > 1)}{how}" for blocks, how in listed if blocks
+        ]
+        return " and ".join(parts) or self.recompute
 
     def _number_text(self) -> str:
         return " or ".join(map(str, self.shares or (self.num_micro_batches,)))

@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from autopar.solver.choose_again import again_on, choose_blocks
 from autopar.solver.facts import BlockCosts, Floats
 from autopar.solver.loss_chunks import NUMBERS
-from autopar.solver.recomputing import again_on, choose_blocks
 from autopar.solver.runs import on_stage
 from autopar.solver.stages import Stager
 
@@ -57,27 +57,31 @@ class ChunkChoice:
         if not candidate.chunks_open:
             pinned = self.pinned()
             return None if pinned is None else fitting(pinned, cuts)
-        whole, own = fitting(self.whole, cuts), slice(cuts[-2], cuts[-1])
-        if whole is not None and not whole.again()[own].any():
+        whole, last = fitting(self.whole, cuts), candidate.pp - 1
+        if whole is not None and not _again_s(whole, cuts):
             return whole
         deepest = self._deepest()
         if deepest is self.whole:
             return whole
         if candidate.recompute != "blocks":
             return whole or self._fewest(cuts)
-        least = again_on(deepest, candidate.pp - 1, cuts)
-        if least is None or (whole is not None and len(least) == int(whole.again()[own].sum())):
+        least = again_on(deepest, last, cuts)
+        if least is None:
             return whole
-        best, least_s = whole, math.inf if whole is None else _stage_s(whole, own)
+        least_again_s = least.seconds(deepest, last)
+        if whole is not None and _again_s(whole, cuts) <= least_again_s:
+            return whole
+        best, least_s = whole, math.inf if whole is None else _stage_s(whole, cuts)
         for number in NUMBERS:
             stager = self.stager(number)
-            again = None if stager is None else again_on(stager, candidate.pp - 1, cuts)
+            again = None if stager is None else again_on(stager, last, cuts)
             if stager is None or again is None:
                 continue
-            seconds = _stage_s(stager, own) + float(_last(stager)[list(again)].sum())
+            again_s = again.seconds(stager, last)
+            seconds = _stage_s(stager, cuts) + again_s
             if seconds < least_s:
                 best, least_s = stager, seconds
-            if len(again) == len(least):
+            if again_s <= least_again_s:
                 break
         return best if best is None or best is whole else fitting(best, cuts)
 
@@ -118,12 +122,18 @@ def fitting(stager: Stager, cuts: tuple[int, ...]) -> Stager | None:
     return stager if stager.fits(cuts) else None
 
 
-def _last(stager: Stager) -> Floats:
-    """Seconds of forwards of blocks on the last stage."""
-    return on_stage(stager.costs.forward_s, stager.candidate.pp - 1)
+def _again_s(stager: Stager, cuts: tuple[int, ...]) -> float:
+    """Seconds of what blocks of the last stage compute again."""
+    costs = stager.costs
+    return _sum(costs.forward_s * stager.again() + costs.op_again_s * stager.by_op(), stager, cuts)
 
 
-def _stage_s(stager: Stager, blocks: slice) -> float:
-    """Seconds of a forward and a backward of some blocks of the last stage."""
-    backward = on_stage(stager.backward_s(), stager.candidate.pp - 1)
-    return float((_last(stager) + backward)[blocks].sum())
+def _stage_s(stager: Stager, cuts: tuple[int, ...]) -> float:
+    """Seconds of a forward and a backward of the blocks of the last stage."""
+    return _sum(stager.costs.forward_s + stager.backward_s(), stager, cuts)
+
+
+def _sum(values: Floats, stager: Stager, cuts: tuple[int, ...]) -> float:
+    last = stager.candidate.pp - 1
+    own = on_stage(values, last)
+    return sum(float(own[i : j + 1].sum()) for i, j in stager.virtual_stages(last, cuts))

@@ -30,6 +30,8 @@ class BlockCosts:
         forward_comm_s, backward_comm_s: The part of the tensor axis's collectives.
         held_bytes: What autograd keeps.
         rebuilt_bytes: What is there beside it when backward has computed single ops again.
+        op_again_s, op_held_bytes, op_rebuilt_bytes: Of a block whose ops are computed again: by how
+            much backward is longer, what autograd keeps, and what is there beside it then.
         temporary_bytes: What the op that needs most has beside it.
         input_s, weight_s: Of ``backward_s``, the two parts of a backward in two.
         waiting_bytes: What is kept between the parts.
@@ -51,6 +53,9 @@ class BlockCosts:
     backward_comm_s: Floats
     held_bytes: Floats
     rebuilt_bytes: Floats
+    op_again_s: Floats
+    op_held_bytes: Floats
+    op_rebuilt_bytes: Floats
     temporary_bytes: Floats
     input_s: Floats
     weight_s: Floats
@@ -125,15 +130,40 @@ class BlockCosts:
 
 
 def layout_costs(
-    facts: ModelFacts, problem: Problem, kinds: tuple[KindCost, ...], states: tuple[int, ...]
+    facts: ModelFacts,
+    problem: Problem,
+    kinds: tuple[KindCost, ...],
+    by_op: tuple[KindCost, ...],
+    states: tuple[int, ...],
 ) -> BlockCosts:
-    """The costs of all blocks under a solution: ``kinds`` and the state of each class."""
+    """The costs of all blocks under a solution: ``kinds`` and the state of each class.
+
+    Args:
+        by_op: The kinds where ops are computed again; ``kinds`` where that is not open.
+    """
     chosen = {
         number: _chosen(problem, number, (state,))
         for number, state in enumerate(states)
         if state >= 0
     }
-    return _block_costs(facts, kinds, chosen)
+    return with_ops(_block_costs(facts, kinds, chosen), facts, by_op)
+
+
+def with_ops(costs: BlockCosts, facts: ModelFacts, by_op: tuple[KindCost, ...]) -> BlockCosts:
+    """``costs`` of blocks, with those of the same blocks whose ops are computed again."""
+    again = _costs_of(facts, by_op)
+    return replace(
+        costs,
+        op_again_s=np.array([max(cost.again_s, cost.again_launch_s) for cost in again]),
+        op_held_bytes=np.array([float(cost.held_bytes) for cost in again]),
+        op_rebuilt_bytes=np.array([float(cost.rebuilt_bytes) for cost in again]),
+    )
+
+
+def _costs_of(facts: ModelFacts, kinds: tuple[KindCost, ...]) -> list[KindCost]:
+    """Of each block."""
+    order = {name: number for number, name in enumerate(facts.model.kinds)}
+    return [kinds[order[block.kind]] for block in facts.model.blocks]
 
 
 def least_costs(facts: ModelFacts, problem: Problem, kinds: tuple[KindCost, ...]) -> BlockCosts:
@@ -191,14 +221,18 @@ def least_kind_costs(problem: Problem) -> tuple[KindCost, ...]:
     forward, backward, held, temporary = [0.0] * num, [0.0] * num, [0] * num, [0] * num
     weight, rebuilt, waiting = [0.0] * num, [0] * num, [0] * num
     awaited: dict[int, list[int]] = {}
-    launches = [[0.0, 0.0] for _ in range(num)]
+    launches, again = [[0.0, 0.0] for _ in range(num)], [[0.0, 0.0] for _ in range(num)]
     kept: dict[int, int] = {}
     for op in problem.ops:
         forward[op.kind] += min(option.forward_s for option in op.options)
-        backward[op.kind] += min(option.backward_s for option in op.options)
+        once = min(option.backward_s - option.again_s for option in op.options)
+        backward[op.kind] += once + min(option.again_s for option in op.options)
         weight[op.kind] += min(option.weight_s for option in op.options)
         launches[op.kind][0] += min(option.forward_launch_s for option in op.options)
-        launches[op.kind][1] += min(option.backward_launch_s for option in op.options)
+        once = min(option.backward_launch_s - option.again_launch_s for option in op.options)
+        launches[op.kind][1] += once + min(option.again_launch_s for option in op.options)
+        again[op.kind][0] += min(option.again_s for option in op.options)
+        again[op.kind][1] += min(option.again_launch_s for option in op.options)
         smallest = min(option.transient_bytes for option in op.options)
         temporary[op.kind] = max(temporary[op.kind], smallest)
         rebuilt[op.kind] += min(option.rebuilt_bytes for option in op.options)
@@ -239,6 +273,8 @@ def least_kind_costs(problem: Problem) -> tuple[KindCost, ...]:
             waiting_bytes=waiting[kind],
             forward_launch_s=launches[kind][0],
             backward_launch_s=launches[kind][1],
+            again_s=again[kind][0],
+            again_launch_s=again[kind][1],
         )
         for kind in range(num)
     )
@@ -250,10 +286,11 @@ def _block_costs(
     chosen: Mapping[int, _Chosen],
 ) -> BlockCosts:
     model, classes = facts.model, facts.classes
-    order = {name: number for number, name in enumerate(model.kinds)}
-    costs = [kinds[order[block.kind]] for block in model.blocks]
-    backward_s = np.array([max(cost.backward_s, cost.backward_launch_s) for cost in costs])
+    costs = _costs_of(facts, kinds)
+    backward_s = np.array([_backward_s(cost) for cost in costs])
     weight_s = np.array([min(cost.weight_s, cost.backward_s) for cost in costs])
+    held = np.array([float(cost.held_bytes) for cost in costs])
+    rebuilt = np.array([float(cost.rebuilt_bytes) for cost in costs])
     num = len(costs)
     numel, shared, step_s = np.zeros(num), np.zeros(num), np.zeros(num)
     experts, shared_experts = np.zeros(num), np.zeros(num)
@@ -292,8 +329,11 @@ def _block_costs(
         backward_s=backward_s,
         forward_comm_s=np.array([cost.forward_comm_s for cost in costs]),
         backward_comm_s=np.array([cost.backward_comm_s for cost in costs]),
-        held_bytes=np.array([float(cost.held_bytes) for cost in costs]),
-        rebuilt_bytes=np.array([float(cost.rebuilt_bytes) for cost in costs]),
+        held_bytes=held,
+        rebuilt_bytes=rebuilt,
+        op_again_s=np.zeros(num),
+        op_held_bytes=held,
+        op_rebuilt_bytes=rebuilt,
         temporary_bytes=np.array([float(cost.transient_bytes) for cost in costs]),
         input_s=backward_s - weight_s,
         weight_s=weight_s,
@@ -310,3 +350,9 @@ def _block_costs(
         step_s=step_s,
         parameters=tuple(parameters),
     )
+
+
+def _backward_s(cost: KindCost) -> float:
+    """What is computed again is launched when backward needs it: it hides no other launches."""
+    once = max(cost.backward_s - cost.again_s, cost.backward_launch_s - cost.again_launch_s)
+    return once + max(cost.again_s, cost.again_launch_s)

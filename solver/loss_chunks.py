@@ -362,11 +362,11 @@ class _Chunker:
 
     def _is_stored(self, number: int) -> bool:
         """Whether what is kept is a parameter where it lies."""
-        moved = self.problem.held[number].moved
-        if moved is None:
+        held = self.problem.held[number]
+        if held.moved is None:
             return False
-        value = self.problem.values[moved[0]]
-        return self.produced[moved[0]] == value.demanded[moved[1]]
+        value = held.moved[0]
+        return self.problem.values[value].states.index(self.produced[value]) in held.free
 
     def _transient_bytes(self) -> int:
         """Of the op that needs most outside the region, or of a chunk with the gradients of what

@@ -37,6 +37,7 @@ class MixedSetting:
     settings: Mapping[Cluster, Setting]
     _least: BlockCosts | None = None
     _whole: BlockCosts | None = None
+    _offered: BlockCosts | None = None
     _tight: BlockCosts | None = None
     _times: dict[tuple[str, RecomputeName], StageTimes] = field(default_factory=dict)
     _costs: dict[int, tuple[Solution, BlockCosts]] = field(default_factory=dict)
@@ -73,6 +74,12 @@ class MixedSetting:
             self._whole = self._joined_least({c: s.whole for c, s in self.settings.items()})
         return self._whole
 
+    def offered(self) -> BlockCosts:
+        """See ``Setting``."""
+        if self._offered is None:
+            self._offered = self._joined_least({c: s.offered() for c, s in self.settings.items()})
+        return self._offered
+
     @property
     def loss_chunks(self) -> int:
         """See ``Setting``."""
@@ -88,11 +95,12 @@ class MixedSetting:
         """The layout that is fastest of those that are on some kind of nodes."""
         return self._fastest([s.solution(recompute, limits) for s in self.settings.values()])
 
-    def priced_solution(self, price: float) -> Solution:
-        """The same where a kept byte costs ``price`` seconds."""
-        return self._fastest([s.priced_solution(price) for s in self.settings.values()])
+    def priced_solution(self, price: float, *, by_op: bool = False) -> Solution:
+        """See ``Setting``."""
+        found = [s.priced_solution(price, by_op=by_op) for s in self.settings.values()]
+        return self._fastest(found, by_op=by_op)
 
-    def _fastest(self, found: Sequence[Solution]) -> Solution:
+    def _fastest(self, found: Sequence[Solution], *, by_op: bool = False) -> Solution:
         able = [solution for solution in found if solution.status != "infeasible"]
         if not able:
             return found[0]
@@ -102,7 +110,8 @@ class MixedSetting:
 
         def seconds(solution: Solution) -> float:
             costs = self.costs(solution)
-            return float((costs.forward_s + costs.backward_s).sum())
+            again = costs.op_again_s if by_op else 0.0
+            return float((costs.forward_s + costs.backward_s + again).sum())
 
         return min(by_layout.values(), key=seconds)
 
@@ -207,7 +216,8 @@ class MixedSetting:
     def _joined_least(self, costs: Mapping[Cluster, BlockCosts]) -> BlockCosts:
         """Costs that no layout is below."""
         held = np.max([own.held_bytes for own in costs.values()], axis=0)
-        return replace(join_costs(self.sites, costs), held_bytes=held)
+        by_op = np.max([own.op_held_bytes for own in costs.values()], axis=0)
+        return replace(join_costs(self.sites, costs), held_bytes=held, op_held_bytes=by_op)
 
 
 AnySetting = Setting | MixedSetting
@@ -221,6 +231,7 @@ def join_costs(sites: Sites, costs: Mapping[Cluster, BlockCosts]) -> BlockCosts:
         backward_s=sites.most(lambda cluster: costs[cluster].backward_s),
         forward_comm_s=sites.most(lambda cluster: costs[cluster].forward_comm_s),
         backward_comm_s=sites.most(lambda cluster: costs[cluster].backward_comm_s),
+        op_again_s=sites.most(lambda cluster: costs[cluster].op_again_s),
         input_s=sites.most(lambda cluster: costs[cluster].input_s),
         weight_s=sites.most(lambda cluster: costs[cluster].weight_s),
         step_s=sites.most(lambda cluster: costs[cluster].step_s),

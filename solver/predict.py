@@ -135,7 +135,7 @@ def _rank(solved: Solved, stage: int, whole: Candidate) -> RankPrediction:
     comm = total(costs.forward_comm_s) + total(costs.backward_comm_s)
     forward = total(costs.forward_s)
     compute = forward + total(costs.backward_s) - comm
-    again = total(costs.forward_s * stager.again())
+    again = total(costs.forward_s * stager.again() + costs.op_again_s * stager.by_op())
     adding = total(stager.adding_s())
     optimizer, copying = optimizer_s(stager, solved.segments)[stage], total(stager.copying_s())
     busy, exposed = solved.simulation.busy_s[stage], solved.simulation.exposed_s[stage]

@@ -20,7 +20,7 @@ NUM_ALTERNATIVES = 5
 """So many candidates that lost are told of."""
 
 _DERIVED = (
-    *("num_micro_batches", "recomputed_blocks", "loss_chunks", "chunks_open"),
+    *("num_micro_batches", "recomputed_blocks", "recomputed_by_op", "loss_chunks", "chunks_open"),
     *("zero_stages", "zero_open"),
 )
 """Fields of a candidate that follow from others, or are chosen with the layout."""

@@ -1,22 +1,22 @@
-"""Which blocks of a stage are computed again: as few seconds of them as make it fit into memory.
+"""What stages compute again: as few seconds of it as make them fit into memory.
 
-A candidate that recomputes "blocks" leaves open which. Blocks of a kind are alike, so that only how
-many of each kind are recomputed matters: those that give the most memory for a second come first.
+A candidate that recomputes "blocks" leaves open which, and whether whole or by their ops
+(``again_steps``). Blocks of a kind are alike, so that only how many of each are computed again, and
+how, matters: those that give the most memory for a second come first.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from autopar.solver.candidates import Candidate
-from autopar.solver.facts import Floats
+from autopar.solver.again_steps import Alike, Offer, best_steps, least_whole_s
+from autopar.solver.facts import BlockCosts, Floats
 from autopar.solver.in_flight import in_flight
 from autopar.solver.reach import Floor
-from autopar.solver.runs import Ints, Rounds, Runs, distinct_rows, on_stage, prefixes
+from autopar.solver.runs import Rounds, Runs, distinct_rows, prefixes
 from autopar.solver.stages import ROUNDED_BYTES, Stager
 
 _BYTE = 1.0
@@ -36,8 +36,7 @@ def again_s(stager: Stager, runs: Runs, *, exact: bool = True) -> Floats:
     With ``exact=False`` no choice of blocks takes less: of blocks that differ the last one counts
     in part.
     """
-    candidate = stager.candidate
-    if candidate.recompute != "blocks" or candidate.recomputed_blocks:
+    if not stager.candidate.leaves_again_open:
         usable = stager.sites.usable_bytes[runs.stage] + (0 if exact else ROUNDED_BYTES)
         return np.where(stager.run_peaks(runs) <= usable, 0.0, np.inf)
     room = stager.run_room(runs, exact=exact)
@@ -52,43 +51,67 @@ def again_s(stager: Stager, runs: Runs, *, exact: bool = True) -> Floats:
 def _again_at_s(stager: Stager, runs: Runs, need: Floats, flying: Floats, *, exact: bool) -> Floats:
     """``again_s`` at a moment when runs ``need`` so many bytes, of so many micro-batches."""
     costs, candidate = stager.costs, stager.candidate
-    saved = _saved_bytes(stager) if exact else costs.held_bytes * costs.again("full")
-    # one at a time they are there again: the largest, or the smallest at least
-    able = costs.held_bytes[saved > 0]
-    again = runs.maxima(costs.held_bytes * (saved > 0)) if exact else min(able, default=0.0)
-    left = np.where(need > 0, need + again, 0.0)
+    whole = whole_saved_bytes(stager) if exact else costs.held_bytes * costs.again("full")
     flying = np.maximum(flying, _NONE)  # where none are in flight, nothing is saved
-    if exact and not candidate.per_block:  # the first block keeps its input in any case
-        inputs = np.where(costs.again("full") > 0, costs.input_bytes, 0.0)
-        left = np.maximum(left - inputs[runs.first] * flying, np.minimum(left, 2 * _BYTE))
-    rows, of_stage = distinct_rows(costs.forward_s)
-    found = [
-        _seconds_of(runs, _kinds(saved, forward), left, flying, exact=exact) for forward in rows
-    ]
-    return found[0] if len(found) == 1 else np.choose(of_stage[runs.stage], found)
+    rows, of_stage = distinct_rows(np.concatenate([costs.forward_s, costs.op_again_s], axis=-1))
+    least = np.full(need.shape, np.inf)
+    for freed, rebuilt in _ways(costs, whole):
+        # one at a time they are there again: the largest, or the smallest at least
+        able = (freed > 0) | (op_saved_bytes(costs) > 0)
+        again = runs.maxima(rebuilt * able) if exact else min(rebuilt[able], default=0.0)
+        left = np.where(need > 0, need + again, 0.0)
+        if exact and not candidate.per_block:  # the first block keeps its input in any case
+            inputs = np.where(freed > 0, costs.input_bytes, 0.0)
+            left = np.maximum(left - inputs[runs.first] * flying, np.minimum(left, 2 * _BYTE))
+        found = [
+            _seconds_of(runs, _offer(costs, freed, *np.split(row, 2)), left, flying, exact=exact)
+            for row in rows
+        ]
+        of_runs = found[0] if len(found) == 1 else np.choose(of_stage[runs.stage], found)
+        least = np.minimum(least, of_runs)
+    return least
 
 
-def _seconds_of(
-    runs: Runs,
-    kinds: Sequence[tuple[float, float, Floats]],
-    left: Floats,
-    flying: Floats,
-    *,
-    exact: bool,
-) -> Floats:
+def _ways(costs: BlockCosts, whole: Floats) -> Iterator[tuple[Floats, Floats]]:
+    """What blocks give as a whole, and what of them is there again: with blocks that are computed
+    again whole, which give ``whole``, and with none, as ops by themselves are less.
+    """
+    yield whole, costs.held_bytes
+    if op_saved_bytes(costs).any():
+        yield np.zeros(whole.shape), costs.op_rebuilt_bytes
+
+
+def _offer(costs: BlockCosts, whole: Floats, forward: Floats, op_again: Floats) -> Offer:
+    return Offer(op_freed=op_saved_bytes(costs), op_s=op_again, whole_freed=whole, whole_s=forward)
+
+
+def _seconds_of(runs: Runs, offer: Offer, left: Floats, flying: Floats, *, exact: bool) -> Floats:
     """Seconds of the blocks of each run that give ``left`` bytes, of so many micro-batches."""
-    seconds, whole = np.zeros(left.shape), np.zeros(left.shape)
-    if not exact and kinds:  # so many blocks at least, of those that take least
-        most, least = max(kind[0] for kind in kinds), min(kind[1] for kind in kinds)
-        whole = np.ceil((left - _BYTE) / (most * flying)) * least
-    for gain, forward, alike in kinds:
-        wanted = left / (gain * flying)
-        number = np.minimum(runs.sums(alike), np.ceil(wanted) if exact else wanted)
-        seconds += number * forward
-        left = np.maximum(left - number * gain * flying, 0.0)
-    if not exact:
-        seconds = np.maximum(seconds, whole)
-    return np.where(left <= _BYTE, seconds, np.inf)
+    kinds = offer.kinds()
+    seconds, still = np.zeros(left.shape), left
+    for step, blocks in best_steps(kinds):
+        wanted = still / (step.freed * flying)
+        number = np.minimum(runs.sums(blocks), np.ceil(wanted) if exact else wanted)
+        seconds += number * step.seconds
+        still = np.maximum(still - number * step.freed * flying, 0.0)
+    if exact and len(kinds) == 1:
+        seconds = _whole_s(runs, kinds, left, flying)
+    elif not exact:
+        seconds = np.maximum(seconds, _whole_s(runs, kinds, left, flying))
+    return np.where(still <= _BYTE, seconds, np.inf)
+
+
+def _whole_s(runs: Runs, kinds: Sequence[Alike], left: Floats, flying: Floats) -> Floats:
+    """Seconds at the least, as blocks are computed again whole, or all their ops: of kinds of which
+    there are several, the others for nothing.
+    """
+    several = [kind for kind in kinds if kind.blocks.sum() > 1] or kinds
+    single = [kind for kind in kinds if not any(kind is other for other in several)]
+    wanted = (left - _BYTE) / flying
+    for kind in single:
+        wanted = wanted - runs.sums(kind.blocks) * max(kind.op_freed, kind.whole_freed)
+    number = sum((runs.sums(kind.blocks) for kind in several), np.zeros(left.shape))
+    return least_whole_s(several, wanted, number)
 
 
 def priced_again_s(
@@ -122,7 +145,7 @@ def priced_again_s(
 def least_with_again(stager: Stager, both: Floats, before: Floats) -> tuple[Floor, ...]:
     """Seconds of stages, all micro-batches after what comes before them, with what they compute
     again to fit: at some prices of a byte, a block costs the less of what it keeps and of its
-    forward again, and the room of a stage is sold.
+    forward, or its ops, again, and the room of a stage is sold.
 
     Args:
         stager: What is recomputed has to be left open; there is nothing otherwise.
@@ -130,18 +153,23 @@ def least_with_again(stager: Stager, both: Floats, before: Floats) -> tuple[Floo
         before: Seconds before a stage that begins with a block.
     """
     costs, candidate = stager.costs, stager.candidate
-    if candidate.recompute != "blocks" or candidate.recomputed_blocks:
+    if not candidate.leaves_again_open:
         return ()
     least = stager.least_run_bytes()
     saved = least.kept - least.again
     able = saved > 0
-    rates = sorted(set(np.ravel(costs.forward_s[..., able] / saved[able]).tolist()))
+    rows, _ = distinct_rows(np.concatenate([costs.forward_s, costs.op_again_s], axis=-1))
+    offers = [_offer(costs, np.maximum(saved, 0.0), *np.split(row, 2)) for row in rows]
+    steps = [step for offer in offers for step, _ in best_steps(offer.kinds())]
+    rates = sorted({step.rate for step in steps})
     found, num = [], candidate.num_micro_batches
     numbers = least.numbers[:, None]
     for rate in rates[:: math.ceil(len(rates) / _MOST_PRICES) or 1]:
         prices = rate / numbers  # at which blocks of this rate may be recomputed or not
         again = np.where(able, costs.forward_s + rate * least.again, np.inf)
-        blocks = both + np.minimum(rate * least.kept, again) + prices * least.fixed
+        by_op = np.where(able, costs.op_again_s + rate * least.by_op, np.inf)
+        dearer = np.minimum(np.minimum(rate * least.kept, again), by_op)
+        blocks = both + dearer + prices * least.fixed
         work = num * prefixes(blocks)
         sold = num * prices * least.room[:, None] * _ABOVE
         found.append(Floor(first=work - before, end=work - sold))
@@ -159,110 +187,53 @@ def least_cut_again_s(stager: Stager, rounds: Rounds) -> Floats:
         return np.where(needed > 0, np.inf, 0.0)
     if not (needed > 0).any():
         return np.zeros(needed.shape)
-    usable = stager.sites.usable_bytes + ROUNDED_BYTES
-    found = np.where((needed > 0) & (stager.least_cut_peaks(rounds) > usable), np.inf, 0.0)
-    for cut, stage in np.argwhere((needed > 0) & (found == 0)).tolist():
-        first, end = rounds.each.first[cut, :, stage], rounds.each.end[cut, :, stage]
-        runs = zip(first.tolist(), end.tolist(), strict=True)
-        flying = in_flight(candidate, stage).max(axis=0)
-        own = [np.arange(first, end) for first, end in runs]
-        numbers = np.repeat(flying, [len(blocks) for blocks in own])
-        blocks = np.concatenate(own)
-        found[cut, stage] = _least_cut_again_s(stager, stage, needed[cut, stage], blocks, numbers)
-    return found
-
-
-def _least_cut_again_s(
-    stager: Stager, stage: int, needed: float, blocks: Ints, numbers: Floats
-) -> float:
-    """Seconds of which ``needed`` bytes more are there on a stage, of ``blocks`` that keep
-    ``numbers`` of micro-batches.
-    """
     costs = stager.costs
-    lost = 1 + stager.sites.memory[stage].lost_share(overlap=True)
-    saved = costs.held_bytes[blocks] * costs.again("full")[blocks]
-    able = saved > 0
-    if not able.any():
-        return math.inf
-    gains, seconds = (saved * numbers * lost)[able], on_stage(costs.forward_s, stage)[blocks][able]
-    every = costs.held_bytes * costs.again("full")
-    needed += lost * float(every[every > 0].min())  # one is there again
-    if needed > gains.sum():
-        return math.inf
-    whole = math.ceil((needed - _BYTE) / gains.max()) * float(seconds.min())
-    order = np.argsort(seconds / gains)
-    before = np.concatenate([[0.0], np.cumsum(gains[order])])
-    after = np.concatenate([[0.0], np.cumsum(seconds[order])])
-    return max(whole, float(np.interp(needed, before, after)))
+    usable = stager.sites.usable_bytes + ROUNDED_BYTES
+    lost = 1 + np.array([memory.lost_share(overlap=True) for memory in stager.sites.memory])
+    flying = [in_flight(candidate, stage).max(axis=0) for stage in range(candidate.pp)]
+    each = np.stack(flying, axis=-1) * lost
+    rows, of_stage = distinct_rows(np.concatenate([costs.forward_s, costs.op_again_s], axis=-1))
+    least = np.full(needed.shape, np.inf)
+    for whole, rebuilt in _ways(costs, costs.held_bytes * costs.again("full")):
+        able = (whole > 0) | (op_saved_bytes(costs) > 0)
+        left = needed + lost * min(rebuilt[able], default=0.0)  # one is there again
+        found = [
+            _cut_seconds(rounds, _offer(costs, whole, *np.split(row, 2)).kinds(), left, each)
+            for row in rows
+        ]
+        of_stages = found[0] if len(found) == 1 else np.choose(of_stage[rounds.stage], found)
+        least = np.minimum(least, of_stages)
+    least[stager.least_cut_peaks(rounds) > usable] = np.inf
+    return np.where(needed > 0, least, 0.0)
 
 
-def choose_blocks(stager: Stager, cuts: Sequence[int]) -> Stager | None:
-    """The stager of a candidate whose recomputed blocks are chosen; None where it cannot fit.
-
-    ``cuts`` has the first block of every virtual stage, then the number of blocks.
+def _cut_seconds(rounds: Rounds, kinds: Sequence[Alike], left: Floats, each: Floats) -> Floats:
+    """Seconds in which stages have ``left`` bytes less, where a byte of a virtual stage (row) on a
+    stage (column) is kept ``each`` times; inf where all is too little.
     """
-    nothing = _with(stager, recompute="none")
-    if nothing.fits(cuts):
-        return nothing
-    saved = _saved_bytes(stager)
-    chosen: list[int] = []
-    for stage in range(stager.candidate.pp):
-        found = _choose_on(stager, stage, cuts, saved)
-        if found is None:
-            return None
-        chosen += found
-    if not chosen:  # it fits because blocks are segments of their own then
-        chosen = np.flatnonzero(saved)[:1].tolist()
-    return _recomputing(stager, tuple(sorted(chosen))) if chosen else None
+    if not kinds:
+        return np.where(left > 0, np.inf, 0.0)
+    freed, rates = list[Floats](), list[Floats]()
+    for kind in kinds:
+        number = rounds.each.sums(kind.blocks)
+        for step in kind.steps:
+            freed.append(number * step.freed * each)
+            rates.append(np.broadcast_to(step.seconds / (step.freed * each), number.shape))
+    all_freed, all_rates = np.concatenate(freed, axis=-2), np.concatenate(rates, axis=-2)
+    order = np.argsort(all_rates, axis=-2)
+    all_freed = np.take_along_axis(all_freed, order, axis=-2)
+    all_rates = np.take_along_axis(all_rates, order, axis=-2)
+    before = np.cumsum(all_freed, axis=-2) - all_freed
+    taken = np.clip(left[..., None, :] - before, 0.0, all_freed)
+    seconds = (taken * all_rates).sum(axis=-2)
+    number = sum((rounds.sums(kind.blocks) for kind in kinds), np.zeros(left.shape))
+    whole_s = least_whole_s(kinds, (left - _BYTE) / each.max(axis=0), number)
+    fits = left <= all_freed.sum(axis=-2)
+    return np.where(fits, np.maximum(seconds, whole_s), np.inf)
 
 
-def again_on(stager: Stager, stage: int, cuts: Sequence[int]) -> tuple[int, ...] | None:
-    """Blocks of one stage that ``choose_blocks`` would choose; None where it cannot fit."""
-    return _choose_on(stager, stage, cuts, _saved_bytes(stager))
-
-
-def _choose_on(
-    stager: Stager, stage: int, cuts: Sequence[int], saved: Floats
-) -> tuple[int, ...] | None:
-    """The recomputed blocks of one stage: the least number, in order of what they give."""
-    runs = stager.virtual_stages(stage, cuts)
-    flying = in_flight(stager.candidate, stage).max(axis=0)
-    if not stager.candidate.per_block:  # the first block keeps its input in any case
-        saved, firsts = saved.copy(), [first for first, _ in runs]
-        saved[firsts] = (stager.costs.held_bytes * stager.costs.again("full"))[firsts]
-    forward = on_stage(stager.costs.forward_s, stage)
-    gains = {
-        block: saved[block] * number / forward[block]
-        for (first, last), number in zip(runs, flying.tolist(), strict=True)
-        for block in range(first, last + 1)
-        if saved[block] > 0
-    }
-    able = sorted(gains, key=lambda block: (-gains[block], block))
-    usable = int(stager.sites.usable_bytes[stage])
-
-    def missing(number: int) -> int:
-        tried = _recomputing(stager, tuple(able[:number]))
-        return tried.stage_bytes(stage, cuts) - usable
-
-    low, high, least = 0, len(able), missing(0)  # so many are too few, so many enough
-    if least <= 0:
-        return ()
-    most = missing(high)
-    if most > 0:
-        return None
-    while high - low > 1:  # about so many, as blocks give alike
-        share = least / (least - most) if least > most else 0.5
-        number = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
-        found = missing(number)
-        if found > 0:
-            low, least = number, found
-        else:
-            high, most = number, found
-    return tuple(able[:high])
-
-
-def _saved_bytes(stager: Stager) -> Floats:
-    """What a micro-batch keeps less of each block if it is recomputed; 0 where it cannot be.
+def whole_saved_bytes(stager: Stager) -> Floats:
+    """What a micro-batch keeps less of each block if it is recomputed whole; 0 where it cannot be.
 
     A block in the middle of a segment keeps its input only if it is recomputed.
     """
@@ -271,19 +242,6 @@ def _saved_bytes(stager: Stager) -> Floats:
     return np.maximum(saved, 0.0) * costs.again("full")
 
 
-def _kinds(saved: Floats, forward: Floats) -> list[tuple[float, float, Floats]]:
-    """Saved bytes and seconds of blocks that are alike, and 1 for these; best ratio first."""
-    pairs = {pair for pair in zip(saved.tolist(), forward.tolist(), strict=True) if pair[0] > 0}
-    return [
-        (gain, seconds, ((saved == gain) & (forward == seconds)).astype(np.float64))
-        for gain, seconds in sorted(pairs, key=lambda pair: (pair[1] / pair[0], pair))
-    ]
-
-
-def _recomputing(stager: Stager, blocks: tuple[int, ...]) -> Stager:
-    return _with(stager, recomputed_blocks=blocks)
-
-
-def _with(stager: Stager, **changes: object) -> Stager:
-    candidate: Candidate = dataclasses.replace(stager.candidate, **changes)  # type: ignore[arg-type]
-    return dataclasses.replace(stager, candidate=candidate)
+def op_saved_bytes(costs: BlockCosts) -> Floats:
+    """What a micro-batch keeps less of each block if its ops are computed again."""
+    return np.maximum(costs.held_bytes - costs.op_held_bytes, 0.0) * costs.again("full")

@@ -399,11 +399,9 @@ class Search:
 
     def bound(self, candidate: Candidate) -> float:
         """No layout and no cuts of the candidate are faster; infinite when none fits."""
-        return min(self._bound(variant) for variant in _variants(candidate))
-
-    def _bound(self, candidate: Candidate) -> float:
         setting = self.setting(candidate)
-        stager = self.stager(candidate, setting.least)
+        costs = setting.offered() if candidate.recompute == "blocks" else setting.least
+        stager = self.stager(candidate, costs)
         if candidate.virtual_stages > 1:
             times = self._least_times(candidate).plus_backward(stager.adding_s())
             own = least_cut_bound_s(stager, times, self._cuts(candidate, stager))
@@ -455,9 +453,9 @@ class Search:
         if self._has_one_layout(candidate):
             return min(bound for bound, _ in self._cut_bounds(candidate))
         if candidate.tp == 1 and candidate.chunks_open:
-            return min(self._chunk_bound(variant) for variant in _variants(candidate))
+            return self._chunk_bound(candidate)
         if candidate.recompute == "blocks" and candidate.tp > 1:
-            return min(self._memory_bound(variant) for variant in _variants(candidate))
+            return self._memory_bound(candidate)
         return 0.0
 
     def fitted_bound(self, candidate: Candidate) -> float:
@@ -503,8 +501,7 @@ class Search:
         """Whether no plan of the candidate is faster: on a single stage and tensor rank there are
         neither cuts nor layouts, only blocks that may be computed again.
         """
-        is_single = candidate.pp == candidate.tp == 1 and len(_variants(candidate)) == 1
-        is_single = is_single and not solved.candidate.recomputed_blocks
+        is_single = candidate.pp == candidate.tp == 1 and not solved.candidate.recomputes
         is_single = is_single and solved.candidate.loss_chunks == candidate.loss_chunks
         return is_single or self._has_one_layout(candidate)
 
@@ -552,12 +549,12 @@ class Search:
         solved = self._with_layout(candidate, setting, setting.solution(candidate.recompute))
         pinned = candidate.tp == 1 or candidate.sequence_parallel is not None
         pinned = pinned or self._has_one_layout(candidate)
-        if pinned or (solved is not None and not solved.candidate.recomputed_blocks):
+        if pinned or (solved is not None and not solved.candidate.recomputes):
             return solved  # a pinned layout is not traded for memory
         found = [solved]
         tried: list[RecomputeName] = [candidate.recompute]
         if candidate.recompute == "blocks":
-            layouts = {setting.priced_solution(price): None for price in setting.prices()}
+            layouts = priced_layouts(setting)
             found += [self._with_layout(candidate, setting, layout) for layout in layouts]
             tried = [] if any(found) else ["none", "full"]
         found += [
@@ -579,10 +576,7 @@ class Search:
         self, candidate: Candidate, setting: AnySetting, solution: Solution
     ) -> Solved | None:
         choice, found = self.chunk_choice(candidate, setting, solution), list[Solved]()
-        tried = [
-            self._cuts(variant, replace(choice.whole, candidate=variant))
-            for variant in _variants(candidate)
-        ]
+        tried = [self._cuts(candidate, choice.whole)]
         if candidate.loss_chunks > 1 or not any(map(choice.is_roomy, tried)):
             tried.append(self._cuts(candidate, choice.roomiest()))
         for cuts in dict.fromkeys(itertools.chain.from_iterable(tried)):
@@ -732,14 +726,16 @@ def _near_cuts(solved: Solved) -> list[tuple[int, ...]]:
     return [other for _, other in sorted(near)]
 
 
-def _variants(candidate: Candidate) -> tuple[Candidate, ...]:
-    """A candidate that leaves its recomputed blocks open, and the one without any if that has other
-    segments.
+def priced_layouts(setting: AnySetting) -> list[Solution]:
+    """Layouts that are slower and keep less than the fastest: at prices of a kept byte, of blocks
+    that are computed once or whose ops are computed again.
     """
-    if candidate.recompute != "blocks":
-        return (candidate,)
-    without = replace(candidate, recompute="none")
-    return (candidate,) if without.per_block == candidate.per_block else (candidate, without)
+    fastest, found = setting.solution("none"), dict[object, Solution]()
+    for by_op, price in itertools.product((False, True), setting.prices()):
+        solution = setting.priced_solution(price, by_op=by_op)
+        found.setdefault((solution.choices, solution.states), solution)
+    found.pop((fastest.choices, fastest.states), None)
+    return list(found.values())
 
 
 def _keeping_ops(candidate: Candidate) -> Candidate:

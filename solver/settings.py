@@ -9,37 +9,36 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from torch import fx
 
-from autopar.ir.kernels import KernelSet, parse_kernels
+from autopar.ir.kernels import parse_kernels
 from autopar.ir.loss_region import LossKind, LossRegion, loss_region
 from autopar.ir.mesh import DATA_AXIS, TENSOR_AXIS
 from autopar.ir.plan import RecomputeName
-from autopar.ir.recompute import recomputed_nodes
+from autopar.solver.again_steps import steps_of
 from autopar.solver.bounds import StageTimes
 from autopar.solver.candidates import Candidate, Way
 from autopar.solver.costs.comm import Links, group_of
 from autopar.solver.costs.kernels import Kernels
 from autopar.solver.costs.memory import Itemsizes
 from autopar.solver.costs.parameters import ParameterCosts
-from autopar.solver.costs.saved import replayed_nodes
 from autopar.solver.facts import (
     BlockCosts,
     Floats,
     layout_costs,
     least_costs,
     least_kind_costs,
+    with_ops,
 )
 from autopar.solver.hardware import Cluster
 from autopar.solver.layout.check import kind_costs
 from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.frontier import FrontierPoint
-from autopar.solver.layout.make import make_problem
+from autopar.solver.layout.make import computed_again, make_problem
 from autopar.solver.layout.model_facts import ModelFacts
-from autopar.solver.layout.outer import AxisTyping
+from autopar.solver.layout.outer import AxisTyping, OuterAxes
+from autopar.solver.layout.outer_comm import OuterComm
 from autopar.solver.layout.problem import (
     TIE_BREAK_S_PER_BYTE,
-    KindCost,
     MemoryLimit,
     Problem,
     Solution,
@@ -79,23 +78,30 @@ class Setting:
     problem: Problem
     least: BlockCosts
     whole: BlockCosts  # ``least`` where the loss is in one chunk
-    loss_chunks: int = 1  # 0: any number
+    way: Way
     _solutions: dict[tuple[RecomputeName, tuple[MemoryLimit, ...]], Solution] = field(
         default_factory=dict
     )
     _solver: ProblemSolver | None = field(default=None, repr=False)
+    _op_solver: ProblemSolver | None = field(default=None, repr=False)
     _times: dict[RecomputeName, StageTimes] = field(default_factory=dict)
     _part_times: dict[RecomputeName, StageTimes] = field(default_factory=dict)
     _least_of: dict[tuple[float, ...], float] = field(default_factory=dict)
-    _priced_solutions: dict[float, Solution] = field(default_factory=dict)
+    _priced_solutions: dict[tuple[float, bool], Solution] = field(default_factory=dict)
     _costs: dict[int, tuple[Solution, BlockCosts]] = field(default_factory=dict, repr=False)
+    _offered: BlockCosts | None = field(default=None, repr=False)
     _tight: BlockCosts | None = field(default=None, repr=False)
     _kind_frontiers: tuple[tuple[list[int], tuple[FrontierPoint, ...]], ...] | None = None
     _priced: dict[tuple[float, float], Floats] = field(default_factory=dict)
-    _fastest: KindCost | None = None
+    _prices: tuple[float, ...] | None = None
     _chunked: dict[tuple[int, bool, int], tuple[Solution, ChunkedCost | None]] = field(
         default_factory=dict, repr=False
     )
+
+    @property
+    def loss_chunks(self) -> int:
+        """In how many chunks the loss is computed; 0: in any number."""
+        return self.way.loss_chunks
 
     def solution(self, recompute: RecomputeName, limits: Sequence[MemoryLimit] = ()) -> Solution:
         """The layout that computes all blocks once in the least time, within memory limits."""
@@ -105,13 +111,17 @@ class Setting:
             self._solutions[key] = self.solver().solve(weights, limits)
         return self._solutions[key]
 
-    def priced_solution(self, price: float) -> Solution:
-        """The layout with the least time where a kept byte costs ``price`` seconds."""
-        if price not in self._priced_solutions:
+    def priced_solution(self, price: float, *, by_op: bool = False) -> Solution:
+        """The layout with the least time where a kept byte costs ``price`` seconds, of blocks that
+        are computed once, or whose ops are computed again.
+        """
+        if (price, by_op) not in self._priced_solutions:
             weights = self.weights("none", self.problem.counts)
             held = tuple(price * count for count in self.problem.counts)
-            self._priced_solutions[price] = self.solver().solve(replace(weights, held=held), ())
-        return self._priced_solutions[price]
+            solver = self.op_solver() if by_op else self.solver()
+            found = solver.solve(replace(weights, held=held), ())
+            self._priced_solutions[price, by_op] = found
+        return self._priced_solutions[price, by_op]
 
     def solver(self) -> ProblemSolver:
         """What solves the problem."""
@@ -119,13 +129,40 @@ class Setting:
             self._solver = ProblemSolver(problem=self.problem)
         return self._solver
 
+    def op_solver(self) -> ProblemSolver:
+        """What solves the problem of blocks whose ops are computed again: it has the same choices,
+        and is the problem where all blocks are so already.
+        """
+        if self._op_solver is None:
+            self._op_solver = self.solver()
+            if self.way.recompute == "none":
+                again = self.facts.computed_again("selective_op", parse_kernels(self.way.kernels))
+                problem = computed_again(
+                    self.problem,
+                    self.facts,
+                    tensor_axis(self.coster, self.way),
+                    replace(self.coster, again=again),
+                    *typed_outside(self.axes, self.coster, cp=self.cp, ep=self.ep),
+                )
+                self._op_solver = ProblemSolver(problem=problem)
+        return self._op_solver
+
     def costs(self, solution: Solution) -> BlockCosts:
         """What blocks cost under a solution, collectives of all layout axes but dp included."""
         if id(solution) not in self._costs:
-            kinds = kind_costs(self.problem, solution)
-            costs = layout_costs(self.facts, self.problem, kinds, solution.states)
+            kinds = by_op = kind_costs(self.problem, solution)
+            if self.op_solver() is not self.solver():
+                by_op = kind_costs(self.op_solver().problem, solution)
+            costs = layout_costs(self.facts, self.problem, kinds, by_op, solution.states)
             self._costs[id(solution)] = solution, costs
         return self._costs[id(solution)][1]
+
+    def offered(self) -> BlockCosts:
+        """``least``, with what blocks cost whose ops are computed again."""
+        if self._offered is None:
+            again = least_kind_costs(self.op_solver().problem)
+            self._offered = with_ops(self.least, self.facts, again)
+        return self._offered
 
     def chunked_costs(
         self,
@@ -280,17 +317,21 @@ class Setting:
         return float(kept * max(self.problem.counts))
 
     def tight(self) -> BlockCosts:
-        """``least``, with what a block of each kind takes forward and keeps at the least as a
+        """``offered``, with what a block of each kind takes forward and keeps at the least as a
         whole, and not op by op.
         """
         if self._tight is None:
-            forward, held = self.least.forward_s.copy(), self.least.held_bytes.copy()
+            costs = self.offered()
+            forward, held = costs.forward_s.copy(), costs.held_bytes.copy()
+            by_op = costs.op_held_bytes.copy()
             for kind in range(len(self.problem.kinds) if self.tp > 1 else 0):
                 own = self._blocks_of(kind)
                 forward[own] = np.maximum(forward[own], self._least(kind, 1.0, 0.0))
                 if self.loss_chunks == 1 or self.facts.loss_block not in own:
                     held[own] = np.maximum(held[own], self._least(kind, 0.0, 0.0, _PRICE) / _PRICE)
-            self._tight = replace(self.least, forward_s=forward, held_bytes=held)
+                    found = self._least(kind, 0.0, 0.0, _PRICE, by_op=True) / _PRICE
+                    by_op[own] = np.maximum(by_op[own], found)
+            self._tight = replace(costs, forward_s=forward, held_bytes=held, op_held_bytes=by_op)
         return self._tight
 
     def trades(self) -> Iterator[tuple[Floats, Floats]]:
@@ -327,44 +368,52 @@ class Setting:
         """The kind of block that repeats most."""
         return max(range(len(self.problem.kinds)), key=lambda kind: self.problem.counts[kind])
 
-    def fastest_kind(self) -> KindCost:
-        """What a block of ``main_kind`` costs in the fastest layout."""
-        if self._fastest is None:
-            self._fastest = kind_costs(self.problem, self.solution("none"))[self.main_kind]
-        return self._fastest
-
     def main_blocks(self) -> list[int]:
         """The blocks of ``main_kind``."""
         return self._blocks_of(self.main_kind)
 
     def priced(self, price: float, waiting: float = 0.0) -> Floats:
         """Of each block what no layout is below: a forward and a backward, with either another
-        forward or a ``price`` in seconds for each byte that it keeps; and with so many for each
-        byte ``waiting`` between the parts of a backward.
+        forward or a ``price`` in seconds for each byte that it keeps, of some ops again or of none;
+        and with so many for each byte ``waiting`` between the parts of a backward.
 
         The last block is not computed again, and pays nothing.
         """
         if (price, waiting) not in self._priced:
             roofline, tight = self.least_times("none").both, self.tight()
-            again = roofline + tight.forward_s + waiting * tight.waiting_bytes
-            kept = roofline + price * tight.held_bytes + waiting * tight.waiting_bytes
+            once = roofline + waiting * tight.waiting_bytes
+            again, kept = once + tight.forward_s, once + price * tight.held_bytes
+            by_op = once + tight.op_again_s + price * tight.op_held_bytes
             for kind in range(len(self.problem.kinds)):
                 own = self._blocks_of(kind)
                 found = self._least(kind, 1.0, 1.0, price, waiting=waiting)
                 kept[own] = np.maximum(kept[own], found)
                 again[own] = np.maximum(again[own], self._least(kind, 2.0, 1.0, waiting=waiting))
+                found = self._least(kind, 1.0, 1.0, price, waiting=waiting, by_op=True)
+                by_op[own] = np.maximum(by_op[own], found)
             able = self.facts.repeated_blocks("full") > 0
-            self._priced[price, waiting] = np.where(able, np.minimum(kept, again), roofline)
+            least = np.minimum(np.minimum(kept, by_op), again)
+            self._priced[price, waiting] = np.where(able, least, roofline)
         return self._priced[price, waiting]
 
     def prices(self) -> tuple[float, ...]:
-        """Prices of a kept byte at which a kind is computed again: of what repeats most, as it is
-        fastest and as it keeps least.
+        """Prices of a kept byte at which a kind is computed again, by its ops or whole: of what
+        repeats most, as it is fastest and as it keeps least.
         """
-        fastest = self.fastest_kind()
-        least = float(self.tight().held_bytes[self.main_blocks()[0]])
-        kept = dict.fromkeys((float(fastest.held_bytes), least))
-        return tuple(fastest.forward_s / held for held in kept if held > 0)
+        if self._prices is None:
+            block, fastest = self.main_blocks()[0], self.costs(self.solution("none"))
+            rates = [
+                step.rate
+                for costs in (fastest, self.tight())
+                for step in steps_of(
+                    float(costs.held_bytes[block] - costs.op_held_bytes[block]),
+                    float(fastest.op_again_s[block]),
+                    float(costs.held_bytes[block]),
+                    float(fastest.forward_s[block]),
+                )
+            ]
+            self._prices = tuple(dict.fromkeys(rates))
+        return self._prices
 
     def _least(
         self,
@@ -375,12 +424,13 @@ class Setting:
         *,
         inputs: float = 0.0,
         waiting: float = 0.0,
+        by_op: bool = False,
     ) -> float:
         """Seconds of so many forwards, backwards and input parts of a block of a kind, and of its
         kept bytes at ``held`` seconds each, those between the parts at ``waiting``, whatever others
-        do.
+        do; ``by_op``: where its ops are computed again.
         """
-        key = (kind, forward, backward, held, inputs, waiting)
+        key = (kind, forward, backward, held, inputs, waiting, by_op)
         if key not in self._least_of:
             num = len(self.problem.kinds)
             weights = Weights(
@@ -392,7 +442,8 @@ class Setting:
                 input=(inputs,) * num,
                 waiting=(waiting,) * num,
             )
-            self._least_of[key] = self.solver().least(weights, [kind])
+            solver = self.op_solver() if by_op else self.solver()
+            self._least_of[key] = solver.least(weights, [kind])
         return self._least_of[key]
 
 
@@ -433,7 +484,7 @@ def make_setting(
         problem=problem,
         least=least,
         whole=whole,
-        loss_chunks=way.loss_chunks,
+        way=way,
     )
 
 
@@ -455,7 +506,7 @@ def layout_coster(
         micro_batch_size,
         reduce_itemsize,
         facts.styles(kernels),
-        _computed_again(facts, way.recompute, kernels),
+        facts.computed_again(way.recompute, kernels),
     )
 
 
@@ -463,30 +514,24 @@ def layout_problem(
     facts: ModelFacts, axes: TypedAxes, coster: Coster, *, cp: int, ep: int, way: Way
 ) -> Problem:
     """The problem of the tensor axis, for ranks that cost what ``coster`` says."""
-    axis = AxisRule(
+    outside = typed_outside(axes, coster, cp=cp, ep=ep)
+    return make_problem(facts, tensor_axis(coster, way), coster, *outside)
+
+
+def tensor_axis(coster: Coster, way: Way) -> AxisRule:
+    """What the tensor axis may shard."""
+    return AxisRule(
         name=TENSOR_AXIS,
         shards_parameters=True,
         idle=coster.group.size == 1,
         sequence_parallel=way.sequence_parallel,
         loss_parallel=way.loss_parallel,
     )
-    batch, tp = coster.batch, coster.group.size
-    comm = axes.comm(cp=cp, ep=ep, tp=tp, micro_batch_size=batch)
-    return make_problem(facts, axis, coster, axes.outer(cp=cp, ep=ep), comm)
 
 
-def _computed_again(
-    facts: ModelFacts, recompute: RecomputeName, kernels: KernelSet
-) -> frozenset[fx.Node]:
-    """Nodes that backward computes again one by one, in all kinds but the one with the loss."""
-    model, styles = facts.model, facts.styles(kernels)
-    last = model.blocks[model.producer(model.loss)[0]].kind
-    graphs = [kind.graph for kind in model.kinds.values() if kind.name != last]
-    return frozenset().union(
-        *(
-            replayed_nodes(
-                graph, recomputed_nodes(graph, recompute, kernels.attention), styles=styles
-            )
-            for graph in graphs
-        )
-    )
+def typed_outside(
+    axes: TypedAxes, coster: Coster, *, cp: int, ep: int
+) -> tuple[OuterAxes, OuterComm]:
+    """The axes that are typed before the tensor axis of ``coster``, and what they send."""
+    comm = axes.comm(cp=cp, ep=ep, tp=coster.group.size, micro_batch_size=coster.batch)
+    return axes.outer(cp=cp, ep=ep), comm

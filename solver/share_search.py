@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from autopar.solver.candidates import Candidate
+from autopar.solver.choose_again import NOTHING, again_on
 from autopar.solver.facts import BlockCosts
 from autopar.solver.hardware import Cluster
 from autopar.solver.hardware.spec import Overlap
 from autopar.solver.layout.problem import Solution
 from autopar.solver.mixed import MixedSetting
-from autopar.solver.recomputing import choose_blocks
-from autopar.solver.search import Search
+from autopar.solver.search import Search, priced_layouts
 from autopar.solver.settings import Setting
 from autopar.solver.solved import Solved, solved_together
 from autopar.solver.stages import Stager
@@ -121,24 +121,20 @@ class ShareSearch(Search):
         yield setting.solution(candidate.recompute)
         is_open = candidate.tp > 1 and candidate.sequence_parallel is None
         if is_open and candidate.recompute == "blocks":
-            yield from {setting.priced_solution(price): None for price in setting.prices()}
+            yield from priced_layouts(setting)
 
     def _fitting(self, candidate: Candidate, solution: Solution) -> Solved | None:
         """With the blocks that some group of nodes has to compute again; None where that is too
         little.
         """
         if candidate.recompute == "blocks":
-            blocks: set[int] = set()
+            again = NOTHING
             for stager in self.stagers(candidate, solution):
-                chosen = choose_blocks(stager, (0, stager.costs.num_blocks))
-                if chosen is None:
+                found = again_on(stager, 0, (0, stager.costs.num_blocks))
+                if found is None:
                     return None
-                blocks |= set(chosen.candidate.recomputed_blocks)
-            candidate = replace(
-                candidate,
-                recompute="blocks" if blocks else "none",
-                recomputed_blocks=tuple(sorted(blocks)),
-            )
+                again = again.joined(found)
+            candidate = again.of(candidate)
         return self.simulated(candidate, solution) if self.fits(candidate, solution) else None
 
 

@@ -186,6 +186,7 @@ def make_plan(
             kernels=candidate.kernels,
             virtual_stages=candidate.virtual_stages,
             recomputed_blocks=candidate.recomputed_blocks,
+            recomputed_by_op=candidate.recomputed_by_op,
             extra_in_flight=candidate.extra_in_flight,
             loss_chunks=candidate.loss_chunks,
             offload_optimizer=candidate.offload_optimizer,

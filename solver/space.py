@@ -170,43 +170,40 @@ def _of_mesh(
     model: Divisible,
     pin: Pins,
 ) -> Iterator[Candidate]:
-    recomputes: tuple[RecomputeName, ...] = ("blocks", "selective_op")
-    if "recompute" in pin:
-        recomputes = (cast("RecomputeName", pin["recompute"]),)
+    recompute = cast("RecomputeName", pin.get("recompute", "blocks"))
     sharded = pin.get("sequence_parallel")
     in_order = cluster.reordered(order)
     for micro_batch_size, number, shares in _divisions(in_order, mesh, global_batch_size, pin):
         for zero_stage, zero_stages, zero_open in _zero_choices(mesh, model, pin, shares):
-            for recompute in recomputes:
-                for schedule, virtual in _schedules(mesh.pp, model, pin, is_mixed=bool(order)):
-                    candidate = Candidate(
-                        pp=mesh.pp,
-                        dp_replicate=mesh.dp_replicate,
-                        dp_shard=mesh.dp_shard,
-                        cp=mesh.cp,
-                        ep=mesh.ep,
-                        tp=mesh.tp,
-                        micro_batch_size=micro_batch_size,
-                        num_micro_batches=number,
-                        zero_stage=zero_stage,
-                        recompute=recompute,
-                        schedule=schedule,
-                        virtual_stages=virtual,
-                        kernels=str(parse_kernels(str(pin.get(KERNEL_PIN, DEFAULT_KERNELS)))),
-                        sequence_parallel=None if sharded is None else bool(sharded),
-                        loss_parallel=bool(pin.get("loss_parallel", 1)),
-                        cuts=cast("CutsName", pin.get("cuts", "balanced")),
-                        extra_in_flight=int(pin.get("extra_in_flight", 0)),
-                        loss_chunks=int(pin.get("loss_chunks", 1)),
-                        chunks_open="loss_chunks" not in pin and not shares,
-                        offload_optimizer=bool(pin.get("offload_optimizer", 0)),
-                        group_order=order,
-                        shares=shares,
-                        zero_stages=zero_stages,
-                        zero_open=zero_open,
-                    )
-                    if _holds(candidate, pin) and _shares_tokens(candidate, model):
-                        yield candidate
+            for schedule, virtual in _schedules(mesh.pp, model, pin, is_mixed=bool(order)):
+                candidate = Candidate(
+                    pp=mesh.pp,
+                    dp_replicate=mesh.dp_replicate,
+                    dp_shard=mesh.dp_shard,
+                    cp=mesh.cp,
+                    ep=mesh.ep,
+                    tp=mesh.tp,
+                    micro_batch_size=micro_batch_size,
+                    num_micro_batches=number,
+                    zero_stage=zero_stage,
+                    recompute=recompute,
+                    schedule=schedule,
+                    virtual_stages=virtual,
+                    kernels=str(parse_kernels(str(pin.get(KERNEL_PIN, DEFAULT_KERNELS)))),
+                    sequence_parallel=None if sharded is None else bool(sharded),
+                    loss_parallel=bool(pin.get("loss_parallel", 1)),
+                    cuts=cast("CutsName", pin.get("cuts", "balanced")),
+                    extra_in_flight=int(pin.get("extra_in_flight", 0)),
+                    loss_chunks=int(pin.get("loss_chunks", 1)),
+                    chunks_open="loss_chunks" not in pin and not shares,
+                    offload_optimizer=bool(pin.get("offload_optimizer", 0)),
+                    group_order=order,
+                    shares=shares,
+                    zero_stages=zero_stages,
+                    zero_open=zero_open,
+                )
+                if _holds(candidate, pin) and _shares_tokens(candidate, model):
+                    yield candidate
 
 
 def _divisions(

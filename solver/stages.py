@@ -92,10 +92,10 @@ class Stager:
     # Seconds
 
     def backward_s(self) -> Floats:
-        """Backward of each block, with the forward again where it is recomputed, and with gradients
-        added to those of the micro-batches before.
+        """Backward of each block, with the forward or its ops again where it is recomputed, and
+        with gradients added to those of the micro-batches before.
         """
-        again = self.costs.forward_s * self.again()
+        again = self.costs.forward_s * self.again() + self.costs.op_again_s * self.by_op()
         return self.costs.backward_s + again + self.adding_s()
 
     def weight_s(self) -> Floats:
@@ -263,24 +263,7 @@ class Stager:
 
         def part(is_part: Bools) -> Elements:
             return parameters if is_part.all() else self._elements(own[is_part])
-
-        first_kept, kept = self._kept
-        held = np.array(
-            [first_kept[first] + kept[first + 1 : last + 1].sum() for first, last in runs]
-        )
-        if (
-            candidate.schedule == "layered"
-            and not candidate.per_block
-            and runs[-1][1] + 1 == len(kept)
-        ):
-            held[-1] /= candidate.num_micro_batches
         borders = np.append(costs.border_bytes, 0.0)
-        flying = in_flight(candidate, stage)
-        kept_bytes = float((flying @ held).max())
-        if candidate.schedule == "zero_bubble":
-            waiting = [costs.waiting_bytes[first : last + 1].sum() for first, last in runs]
-            both = np.concatenate([held, waiting])
-            kept_bytes = float((in_parts(candidate, stage) @ both).max())
         return StageContents(
             parameters=parameters,
             kept=part(self.zero_stages[own] <= 2),
@@ -290,11 +273,29 @@ class Stager:
             regathered=_segments(segments[zero == 3]),
             scattered=_segments(segments[zero >= 2]),
             overlap=self._overlaps(stage),
-            activation_bytes=kept_bytes,
+            activation_bytes=float(self.moments(stage, cuts).kept_bytes.max()),
             recompute_bytes=float(self.rebuilt_bytes()[own].max()),
             temporary_bytes=float(costs.temporary_bytes[own].max()),
             message_bytes=max(2.0 * float(borders[i] + borders[j + 1]) for i, j in runs),
         )
+
+    def moments(self, stage: int, cuts: Sequence[int]) -> Moments:
+        """The fullest moments of a stage; for ``cuts`` see ``virtual_stages``."""
+        candidate, costs, runs = self.candidate, self.costs, self.virtual_stages(stage, cuts)
+        first_kept, kept = self._kept
+        held = np.array(
+            [first_kept[first] + kept[first + 1 : last + 1].sum() for first, last in runs]
+        )
+        numbers, waited = in_flight(candidate, stage), 0.0
+        if candidate.schedule == "zero_bubble":
+            waiting = [costs.waiting_bytes[first : last + 1].sum() for first, last in runs]
+            numbers, parts = np.split(in_parts(candidate, stage), 2, axis=1)
+            waited = parts @ waiting
+        is_last = runs[-1][1] + 1 == len(kept)
+        if candidate.schedule == "layered" and not candidate.per_block and is_last:
+            numbers = numbers.copy()
+            numbers[:, -1] /= candidate.num_micro_batches
+        return Moments(numbers=numbers, kept_bytes=numbers @ held + waited)
 
     def _elements(self, blocks: NDArray[np.int64]) -> Elements:
         """The parameters of ``blocks``, each counted once."""
@@ -330,8 +331,9 @@ class Stager:
         """Bytes of each block that are there again in its backward: all that autograd keeps of one
         that is recomputed, or what its recomputed ops give.
         """
-        again = self.again()
-        return self.costs.held_bytes * again + self.costs.rebuilt_bytes * (1 - again)
+        costs, again, by_op = self.costs, self.again(), self.by_op()
+        found = costs.held_bytes * again + costs.rebuilt_bytes * (1 - again - by_op)
+        return found + costs.op_rebuilt_bytes * by_op
 
     @functools.cached_property
     def _kept(self) -> tuple[Floats, Floats]:
@@ -340,8 +342,9 @@ class Stager:
         Segments and recomputed blocks keep their inputs. The last segment of a layered schedule,
         which has one micro-batch at a time, counts so much less if it is a block.
         """
-        candidate, inputs, again = self.candidate, self.costs.input_bytes, self.again()
-        kept = self.costs.held_bytes * (1 - again)
+        candidate, costs, again, by_op = self.candidate, self.costs, self.again(), self.by_op()
+        inputs = costs.input_bytes
+        kept = costs.held_bytes * (1 - again - by_op) + costs.op_held_bytes * by_op
         first, inside = kept + inputs, kept + inputs * again
         if candidate.per_block:
             inside = first
@@ -356,6 +359,12 @@ class Stager:
             again = again.copy()
             again[list(self.candidate.recomputed_blocks)] = 1.0
         return again
+
+    def by_op(self) -> Floats:
+        """1 for blocks that the candidate lists of which single ops are recomputed."""
+        found = np.zeros(self.costs.num_blocks)
+        found[list(self.candidate.recomputed_by_op)] = 1.0
+        return found
 
     def peak_bytes(self, cuts: Sequence[int]) -> tuple[int, ...]:
         """Peak bytes of each stage; for ``cuts`` see ``virtual_stages``."""
@@ -491,7 +500,7 @@ class Stager:
     def _least_kept(self) -> tuple[Floats, Floats]:
         """Bytes that a micro-batch keeps of each block at the least, as it is and recomputed."""
         kept = self._kept[1]
-        if self.candidate.recompute != "blocks" or self.candidate.recomputed_blocks:
+        if not self.candidate.leaves_again_open:
             return kept, kept
         costs = self.costs
         return kept, np.minimum(kept, np.where(costs.again("full") > 0, costs.input_bytes, kept))
@@ -506,6 +515,8 @@ class Stager:
         )
         parameters, _ = self._parameter_bytes(numel, kept_whole, summed)
         kept, again = self._least_kept()
+        less = np.maximum(costs.held_bytes - costs.op_held_bytes, 0.0) * costs.again("full")
+        by_op = np.maximum(kept - less, again) if candidate.leaves_again_open else kept
         numbers = self.flying.copy()
         if candidate.schedule == "layered" and not candidate.per_block:
             numbers[-1] = 1  # the last segment has one micro-batch at a time
@@ -519,6 +530,7 @@ class Stager:
             fixed=fixed,
             kept=kept,
             again=again,
+            by_op=by_op,
             numbers=numbers * lost,
             room=room - lost * float(costs.temporary_bytes.min()),
         )
@@ -529,6 +541,12 @@ class Stager:
         """
         kept = self._cut_kept(rounds) + rounds.maxima(self.rebuilt_bytes())
         return self._account(rounds).peak(kept)
+
+    def cut_room(self, rounds: Rounds) -> Floats:
+        """Bytes that stages may keep, with those of the block that is recomputed; negative where
+        nothing fits.
+        """
+        return self._account(rounds).most_kept(self.sites.usable_bytes)
 
     def least_cut_peaks(self, rounds: Rounds) -> Floats:
         """The same of a candidate that leaves open what is computed again, if that is all that can
@@ -668,13 +686,27 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Moments:
+    """The fullest moments of a stage.
+
+    Attributes:
+        numbers: A row for each: of how many micro-batches each virtual stage keeps what it keeps.
+        kept_bytes: What is kept of all of them.
+    """
+
+    numbers: Floats
+    kept_bytes: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LeastBytes:
     """Bytes of stages, at the least.
 
     Attributes:
         fixed: Of each stage (a row) and block: parameters, gradients and optimizer state, and what
             is kept between the parts of backwards.
-        kept, again: What a micro-batch keeps of each block, and of one that is recomputed.
+        kept, again, by_op: What a micro-batch keeps of each block, of one that is recomputed, and
+            of one whose ops are.
         numbers: Of micro-batches that each stage keeps it of, with what the allocator loses.
         room: Of each stage for all of it.
     """
@@ -682,6 +714,7 @@ class LeastBytes:
     fixed: Floats
     kept: Floats
     again: Floats
+    by_op: Floats
     numbers: Floats
     room: Floats
 

@@ -25,7 +25,8 @@ def warm_candidates(old: Plan, candidates: Sequence[Candidate]) -> tuple[Candida
 
 def _distance(old: Plan, candidate: Candidate) -> tuple[float, ...]:
     mesh, schedule = old.mesh, old.schedule
-    blocks = "blocks" if schedule.recompute in ("none", "full") else schedule.recompute
+    covered = schedule.recompute in ("none", "full", "selective_op")
+    blocks = "blocks" if covered else schedule.recompute
     return (
         _factor(candidate.tp, mesh.tp)
         + _factor(candidate.pp, mesh.pp)

@@ -75,7 +75,7 @@ def _decisions(plan: Plan) -> str:
             + f", loss in {schedule.loss_chunks} chunks" * (schedule.loss_chunks > 1)
             + ", optimizer state offloaded" * schedule.offload_optimizer
             + f", ZeRO stage {zero_text(schedule.zero_stage, schedule.zero_stages)}"
-            + f", recompute {schedule.recompute}",
+            + f", recompute {_recompute(plan)}",
         ),
         (
             "training",
@@ -112,7 +112,8 @@ def _stages(plan: Plan) -> str:
     for stage in range(plan.mesh.pp):
         held = [segment for segment in plan.segments if segment.stage == stage]
         runs = _runs((segment.first_block, segment.last_block) for segment in held)
-        again = _recomputed(plan, held)
+        again = _listed(plan.schedule.recomputed_blocks, held)
+        by_op = _listed(plan.schedule.recomputed_by_op, held)
         own = [rank.nodes for rank in plan.prediction.ranks if rank.stage == stage and rank.nodes]
         nodes = " and ".join(own)
         lines.append(
@@ -120,15 +121,26 @@ def _stages(plan: Plan) -> str:
                 f"stage {stage}",
                 f"blocks {runs} in {len(held)} segment{'s' * (len(held) != 1)}"
                 + (f" on {nodes}" if nodes else "")
-                + (f", computed again: {again}" if again else ""),
+                + (f", computed again: {again}" if again else "")
+                + (f", computed again by op: {by_op}" if by_op else ""),
             )
         )
     return named_rows(lines)
 
 
-def _recomputed(plan: Plan, held: Sequence[SegmentPlan]) -> str:
-    """The blocks of ``held`` that the plan lists as recomputed."""
-    listed = frozenset(plan.schedule.recomputed_blocks)
+def _recompute(plan: Plan) -> str:
+    """What is computed again, with numbers of blocks where the plan lists them."""
+    schedule, num = plan.schedule, plan.segments[-1].last_block + 1
+    if schedule.recompute != "blocks":
+        return schedule.recompute
+    whole, by_op = len(schedule.recomputed_blocks), len(schedule.recomputed_by_op)
+    parts = [f"{whole} whole"] * (whole > 0) + [f"{by_op} by op"] * (by_op > 0)
+    return f"blocks ({', '.join(parts) or 'none'} of {num})"
+
+
+def _listed(blocks: Sequence[int], held: Sequence[SegmentPlan]) -> str:
+    """Those of ``blocks`` that are in ``held``."""
+    listed = frozenset(blocks)
     blocks = [
         block
         for segment in held

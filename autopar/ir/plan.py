@@ -132,8 +132,9 @@ class BatchPlan:
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class SchedulePlan:
     """Order of the work: schedule, recomputation, ZeRO stage, virtual stages on each stage; and by
-    which kernels it is done (``autopar.ir.kernels``). ``recomputed_blocks`` are those of
-    ``recompute`` "blocks"; ``extra_in_flight`` are micro-batches that stages run ahead more than
+    which kernels it is done (``autopar.ir.kernels``). Of ``recompute`` "blocks",
+    ``recomputed_blocks`` are computed again whole, and ``recomputed_by_op`` only by the ops that
+    "selective_op" chooses; ``extra_in_flight`` are micro-batches that stages run ahead more than
     1F1B needs. The loss is computed in ``loss_chunks`` slices of a micro-batch's tokens. With
     ``offload_optimizer`` master weights and optimizer state are in the host's memory.
     ``zero_stages`` are those of blocks that have not ``zero_stage``: of ranges, ``4`` or ``4-11``.
@@ -145,6 +146,7 @@ class SchedulePlan:
     kernels: str = DEFAULT_KERNELS
     virtual_stages: int = 1
     recomputed_blocks: tuple[int, ...] = ()
+    recomputed_by_op: tuple[int, ...] = ()
     extra_in_flight: int = 0
     loss_chunks: int = 1
     offload_optimizer: bool = False
@@ -501,9 +503,7 @@ def _check_consistency(plan: Plan, where: str) -> None:
     _check_schedule(plan.schedule, stages, where)
     _check_settings(plan, where)
     _check_zero_stages(plan, where)
-    blocks = plan.schedule.recomputed_blocks
-    if any(not 0 <= block <= plan.segments[-1].last_block for block in blocks):
-        raise PlanFormatError("recomputed_blocks that the plan does not have", where=where)
+    _check_recomputed(plan.schedule, plan.segments[-1].last_block, where)
     if plan.prediction.action_costs is not None:
         _check_costs(plan, plan.prediction.action_costs, where)
 
@@ -530,6 +530,28 @@ def _check_zero_stages(plan: Plan, where: str) -> None:
                 f"field schedule.zero_stages: segment {index} has blocks of several stages",
                 where=where,
             )
+
+
+def _check_recomputed(schedule: SchedulePlan, last_block: int, where: str) -> None:
+    """Blocks are listed for ``recompute`` "blocks" only, and each in one way."""
+    whole, by_op = schedule.recomputed_blocks, schedule.recomputed_by_op
+    for name, blocks in (("recomputed_blocks", whole), ("recomputed_by_op", by_op)):
+        if blocks and schedule.recompute != "blocks":
+            raise PlanFormatError(
+                f"recompute {schedule.recompute} leaves no blocks to list, but {name} has "
+                f"{len(blocks)}",
+                where=where,
+                hint=f"set recompute to blocks, or leave {name} empty",
+            )
+        if any(not 0 <= block <= last_block for block in blocks):
+            raise PlanFormatError(f"{name} that the plan does not have", where=where)
+    twice = sorted(set(whole) & set(by_op))
+    if twice:
+        raise PlanFormatError(
+            f"blocks {', '.join(map(str, twice))} are in recomputed_blocks and in recomputed_by_op",
+            where=where,
+            hint="a block is computed again whole, or by its ops",
+        )
 
 
 def check_prediction(plan: Plan) -> None:

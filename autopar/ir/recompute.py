@@ -8,7 +8,8 @@
 ``selective_op``    every op but products (linear, matmul, convolution, routed experts, recurrent
                     layers), fused attention, and ops that communicate
 ``selective_layer``  every other one of the repeated blocks
-``blocks``          the blocks that the plan lists: as few as make it fit into memory
+``blocks``          the blocks that the plan lists, each whole or by the ops of ``selective_op``: as
+                    little as makes it fit into memory
 ``full``            every block
 ==================  ================================================================================
 
@@ -116,19 +117,34 @@ def recomputed_blocks(
     return frozenset(repeated[1::2])
 
 
+def blocks_by_op(
+    model: ModelGraph, recompute: RecomputeName, listed: Iterable[int] = ()
+) -> frozenset[int]:
+    """Indices of the blocks of which ``recomputed_nodes`` are computed again one by one; ``listed``
+    are those of a plan.
+    """
+    if recompute == "blocks":
+        found = frozenset(listed)
+    elif recompute in ("selective", "selective_op"):
+        found = frozenset(block.index for block in model.blocks)
+    else:
+        found = frozenset()
+    return found - {model.producer(model.loss)[0]}
+
+
 def recomputed_nodes(
     graph: fx.Graph, recompute: RecomputeName, attention: AttentionKernel
 ) -> frozenset[fx.Node]:
     """The nodes of a block's graph, global or local, that are computed again one by one.
 
     Args:
-        graph: Of any block but the one that makes the loss.
-        recompute: For those that recompute whole blocks there are none.
+        graph: Of one of ``blocks_by_op``.
+        recompute: For those that only recompute whole blocks there are none.
         attention: Says whether an op of attention is one kernel, or several with scores between.
     """
     if recompute == "selective":
         return _attention_cores(graph)
-    if recompute == "selective_op":
+    if recompute in ("selective_op", "blocks"):
         is_fused = attention in _FUSED
         calls = (node for node in graph.nodes if node.op == "call_function")
         return frozenset(node for node in calls if not _is_kept(node, is_fused))

@@ -56,7 +56,7 @@ class _Compiled:
     """Blocks whose sums are compiled."""
 
     blocks: Blocks
-    kinds: tuple[tuple[_Sum, _Sum], ...]
+    kinds: tuple[tuple[_Sum, _Sum, _Sum], ...]
     step: tuple[tuple[_Sum, Floats], ...]
 
     def costs(self, pieces: Floats, launch_s: float) -> BlockCosts:
@@ -64,7 +64,8 @@ class _Compiled:
         forward, backward = [], []
         for kind, sums in zip(self.blocks.kinds, self.kinds, strict=True):
             forward.append(max(sums[0].seconds(pieces), kind.forward_kernels * launch_s))
-            backward.append(max(sums[1].seconds(pieces), kind.backward_kernels * launch_s))
+            once = max(sums[1].seconds(pieces), kind.backward_kernels * launch_s)
+            backward.append(once + max(sums[2].seconds(pieces), kind.again_kernels * launch_s))
         kind_of, old = list(self.blocks.kind_of), self.blocks.costs
         step_s = np.zeros(old.num_blocks)
         for sums_of_one, times in self.step:
@@ -98,7 +99,10 @@ class Evaluator:
         pieces = self._pieces.setdefault(_place(run), _Pieces(run.cluster))
         return _Compiled(
             run.blocks,
-            tuple((pieces.sum(k.forward), pieces.sum(k.backward)) for k in run.blocks.kinds),
+            tuple(
+                (pieces.sum(k.forward), pieces.sum(k.backward), pieces.sum(k.again))
+                for k in run.blocks.kinds
+            ),
             tuple((pieces.sum({piece: 1.0}), times) for piece, times in run.blocks.step),
         )
 

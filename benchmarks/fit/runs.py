@@ -31,12 +31,16 @@ from benchmarks.fit.terms import Piece, Terms, recorders, terms_of
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KindTerms:
-    """What a block of a kind computes and sends in a micro-batch, and how many kernels that is."""
+    """What a block of a kind computes and sends in a micro-batch, and how many kernels that is;
+    ``again`` is what backward computes again.
+    """
 
     forward: Terms
     backward: Terms
+    again: Terms
     forward_kernels: float
     backward_kernels: float
+    again_kernels: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -194,9 +198,11 @@ def blocks_of(facts: ModelFacts, cluster: Cluster, sizes: Itemsizes, solved: Sol
         kinds=tuple(
             KindTerms(
                 forward=terms_of(kind.forward_s),
-                backward=terms_of(kind.backward_s),
+                backward=terms_of(kind.backward_s - kind.again_s),
+                again=terms_of(kind.again_s),
                 forward_kernels=kind.forward_launch_s / launch_s,
-                backward_kernels=kind.backward_launch_s / launch_s,
+                backward_kernels=(kind.backward_launch_s - kind.again_launch_s) / launch_s,
+                again_kernels=kind.again_launch_s / launch_s,
             )
             for kind in kinds
         ),
@@ -224,4 +230,4 @@ def _step_terms(
             for found in problem.classes
         )
         only = dataclasses.replace(problem, classes=classes)
-        yield piece, layout_costs(facts, only, kinds, states).step_s
+        yield piece, layout_costs(facts, only, kinds, kinds, states).step_s

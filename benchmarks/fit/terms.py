@@ -67,6 +67,9 @@ class Seconds(float):
 
     __radd__ = __add__
 
+    def __sub__(self, other: float) -> Seconds:
+        return self + -1.0 * other
+
     def __mul__(self, factor: float) -> Seconds:
         terms = {piece: times * factor for piece, times in self.terms.items()}
         return Seconds(float(self) * factor, terms)

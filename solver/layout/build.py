@@ -11,7 +11,7 @@
     Σ_s w[c,s,t] = y[class, t]               a block hands v on in the state of the class
 (5) Σ_t w[c,s,t] = x[v,s]                    … from the state in which the value is
 (6) z[v,s,t] ≥ w[c,s,t]                      a move is paid once, whoever shares it
-(7) h[q] ≥ Σ_{k keeps q} u[o,k]              for each op o; less z[v,t,t] where only a moved copy
+(7) h[q] ≥ Σ_{k keeps q} u[o,k]              for each op o; less z[v,s,t] where only a moved copy
                                              costs bytes
 (8) Σ_q copies · bytes[q] h[q] + Σ_c Σ_s bytes[c,s] y[c,s] ≤ limit     for each memory limit
 
@@ -186,13 +186,12 @@ class _Builder:
     ) -> None:
         """(7)."""
         stored: list[tuple[int, float]] = []
-        moved = self.frame.held[number].moved
-        if moved is not None:
-            value = self.frame.values[moved[0]]
-            state = value.demanded[moved[1]]
-            if state in value.states:  # kept as it is stored: no other copy
-                pair = (value.states.index(state), moved[1])
-                stored = [(z[moved[0]] + value.moves.index(pair), 1.0)]
+        held = self.frame.held[number]
+        if held.moved is not None:
+            value, target = held.moved
+            moves = self.frame.values[value].moves
+            pairs = [(state, target) for state in sorted(held.free) if (state, target) in moves]
+            stored = [(z[value] + moves.index(pair), 1.0) for pair in pairs]
         for op, options in kept_by.items():
             kept = [(choices[op] + option, -1.0) for option in options]
             self.add_row([(column, 1.0), *kept, *stored], 0.0, np.inf)

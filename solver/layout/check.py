@@ -11,6 +11,7 @@ def kind_costs(problem: Problem, solution: Solution) -> tuple[KindCost, ...]:
     forward, backward = [0.0] * num, [0.0] * num
     forward_comm, backward_comm = [0.0] * num, [0.0] * num
     launches = [[0.0, 0.0] for _ in range(num)]
+    again = [[0.0, 0.0] for _ in range(num)]
     transient, rebuilt = [0] * num, [0] * num
     demanded: set[tuple[int, int]] = set()
     produced: dict[int, int] = {}
@@ -26,6 +27,8 @@ def kind_costs(problem: Problem, solution: Solution) -> tuple[KindCost, ...]:
         launches[op.kind][0] += option.forward_launch_s
         launches[op.kind][1] += option.backward_launch_s
         transient[op.kind] = max(transient[op.kind], option.transient_bytes)
+        again[op.kind][0] += option.again_s
+        again[op.kind][1] += option.again_launch_s
         rebuilt[op.kind] += option.rebuilt_bytes
         for value, state in zip(op.operands, option.option.operands, strict=True):
             demanded.add((value, problem.values[value].demanded.index(state)))
@@ -61,10 +64,8 @@ def kind_costs(problem: Problem, solution: Solution) -> tuple[KindCost, ...]:
     held = [0] * num
     for number in kept:
         entry = problem.held[number]
-        if entry.moved is not None:
-            moved = problem.values[entry.moved[0]]
-            if moved.states[produced[entry.moved[0]]] == moved.demanded[entry.moved[1]]:
-                continue
+        if entry.moved is not None and produced[entry.moved[0]] in entry.free:
+            continue
         held[entry.kind] += entry.num_bytes
     return tuple(
         KindCost(
@@ -79,6 +80,8 @@ def kind_costs(problem: Problem, solution: Solution) -> tuple[KindCost, ...]:
             waiting_bytes=waiting[kind],
             forward_launch_s=launches[kind][0],
             backward_launch_s=launches[kind][1],
+            again_s=again[kind][0],
+            again_launch_s=again[kind][1],
         )
         for kind in range(num)
     )

@@ -46,7 +46,7 @@ class Coster:
     """Costs on an axis whose ranks are ``group``, at ``batch`` sequences per rank of outer axes.
 
     ``styles`` say by which kernels nodes are computed; ``again`` are those that backward computes
-    again, each by itself.
+    again, each by itself: what they cost then is in ``by_op``.
     """
 
     kernels: Kernels
@@ -103,9 +103,6 @@ class Coster:
         forward = self.kernels.seconds(works[0])
         backward = self.kernels.seconds(works[1], backward=True)
         launches = [work.num_kernels * self.kernels.hardware.chip.launch_s for work in works]
-        if node in self.again:
-            backward += forward
-            launches[1] += launches[0]
         factor = view.imbalance
         if option.helper is not None:
             factor *= causal_imbalance(node, option.results[0], self.group.size)

@@ -111,11 +111,12 @@ class KeptInside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameHeld:
-    """A tensor that may be kept for backward; for ``tensor`` and ``moved`` see ``problem.Held``."""
+    """A tensor that may be kept for backward; see ``problem.Held``."""
 
     kind: int
     tensor: int
     moved: tuple[int, int] | None
+    free: frozenset[int]
     what: KeptValue | KeptInside
 
 

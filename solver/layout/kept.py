@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from autopar.ir.graph import Role, TensorInfo
+from autopar.ir.moves import Collective, collective_of
 from autopar.ir.placement import INVARIANT, State
 from autopar.ir.rules.core import Option
 from autopar.solver.costs.saved import Saved, own_bytes, saved_for_backward
@@ -48,7 +49,6 @@ class KeptTensors:
             saved = Saved(operands=tuple(range(len(operands))))
         found = [(operands[i], option.operands[i], view.operands[i]) for i in saved.operands]
         found += [(results[i], option.results[i], view.results[i]) for i in saved.results]
-        found = [entry for entry in found if not self._is_made_again(*entry[:2])]
         numbers = dict.fromkeys(
             self._number(*self._root(value, state), self._copies(value, tensor))
             for value, state, tensor in found
@@ -66,22 +66,30 @@ class KeptTensors:
                     kind=self.drafts[results[0]].kind,
                     tensor=-len(self.tensors) - 1,
                     moved=None,
+                    free=frozenset(),
                     what=KeptInside(node=node, view=view, option=option),
                 )
             )
         return tuple(number for number in numbers if number is not None)
 
     def note_made_again(self, results: Sequence[int]) -> None:
-        """Nobody keeps these values: backward computes them again."""
+        """Nobody keeps these values: backward computes them again. What ranks have sent each other
+        of them is kept: collectives are never repeated.
+        """
         self._made_again.update(results)
-
-    def _is_made_again(self, value: int, state: State) -> bool:
-        return self._root(value, state)[0] in self._made_again
 
     def _root(self, value: int, state: State) -> tuple[int, State]:
         while (value, state) in self._looks_at:
             value, state = self._looks_at[value, state]
         return value, state
+
+    def _not_sent(self, draft: Draft, target: State) -> frozenset[int]:
+        """States of a value from which ranks send nothing for it to be in ``target``."""
+        return frozenset(
+            number
+            for number, state in enumerate(draft.states)
+            if self.coster.group.size == 1 or collective_of(state, target) is Collective.NONE
+        )
 
     def _copies(self, value: int, tensor: TensorInfo) -> float:
         """How large ``tensor``, which an op sees of a value, is beside the value as it was made.
@@ -94,16 +102,26 @@ class KeptTensors:
         return self.coster.numel(tensor, INVARIANT) / max(1, self.coster.numel(made, INVARIANT))
 
     def _number(self, value: int, state: State, copies: float) -> int | None:
-        """None for inputs and constants, which are there anyway."""
+        """None for inputs and constants, which are there anyway, and for what is computed again
+        wherever it is.
+        """
         draft = self.drafts[value]
         if draft.role in (Role.INPUT, Role.CONSTANT):
             return None
+        moved, free = None, frozenset[int]()
+        if draft.role is Role.PARAMETER:
+            free = frozenset(n for n, other in enumerate(draft.states) if other == state)
+        elif value in self._made_again and copies <= 1:  # more are gathered on a typed axis
+            free = self._not_sent(draft, state)
+            if len(free) == len(draft.states):
+                return None
+        if free or draft.role is Role.PARAMETER:
+            moved = (value, tuple(draft.demanded).index(state))
         key = (value, state, copies)
         if key not in self._numbers:
-            moved = None
-            if draft.role is Role.PARAMETER:
-                moved = (value, tuple(draft.demanded).index(state))
             self._numbers[key] = len(self.tensors)
             what = KeptValue(tensor=draft.tensor, state=state, copies=copies)
-            self.tensors.append(FrameHeld(kind=draft.kind, tensor=value, moved=moved, what=what))
+            self.tensors.append(
+                FrameHeld(kind=draft.kind, tensor=value, moved=moved, free=free, what=what)
+            )
         return self._numbers[key]

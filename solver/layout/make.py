@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 
 from torch import fx
 
@@ -17,6 +18,7 @@ from autopar.ir.placement import INVARIANT, REPLICATED, State
 from autopar.ir.rules.core import Option, Rule, normal_state
 from autopar.ir.typecheck import kind_options
 from autopar.solver.costs.saved import rebuilt_nodes
+from autopar.solver.layout.by_op import recomputing
 from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.draft import Draft
 from autopar.solver.layout.frame import (
@@ -48,9 +50,26 @@ def make_problem(
 
     ``outer`` are the axes that are typed already, and ``comm`` is what they send.
     """
-    frame = _frame(facts, axis, coster, outer or OuterAxes(), comm.traffic)
-    known = facts.priced.setdefault(coster.fingerprint, Priced())
-    return price(frame, coster, comm, known)
+    outer, once = outer or OuterAxes(), replace(coster, again=frozenset())
+    known = facts.priced.setdefault(once.fingerprint, Priced())
+    problem = price(_frame(facts, axis, once, outer, comm.traffic), once, comm, known)
+    if not coster.again:
+        return problem
+    return computed_again(problem, facts, axis, coster, outer, comm)
+
+
+def computed_again(
+    problem: Problem,
+    facts: ModelFacts,
+    axis: AxisRule,
+    coster: Coster,
+    outer: OuterAxes,
+    comm: OuterComm,
+) -> Problem:
+    """``problem``, which computes all once, where backward computes ``coster.again`` again; the
+    arguments are those of ``make_problem``.
+    """
+    return recomputing(problem, _frame(facts, axis, coster, outer, comm.traffic), coster)
 
 
 def _frame(

@@ -16,11 +16,12 @@ from autopar.ir.layout import operands_of
 from autopar.ir.loss_region import LossKind, NoLossRegion, loss_kind, most_in_chunks
 from autopar.ir.placement import sharded
 from autopar.ir.plan import RecomputeName
-from autopar.ir.recompute import recomputed_blocks
+from autopar.ir.recompute import recomputed_blocks, recomputed_nodes
 from autopar.ir.rules.attention import CAUSAL_HELPER
 from autopar.ir.typecheck import KindRules, kind_rules
 from autopar.ir.weight_parts import weight_operands
 from autopar.solver.costs.fusion import NodeStyle, node_styles
+from autopar.solver.costs.saved import replayed_nodes
 from autopar.solver.layout.classes import Classes, state_classes
 from autopar.solver.layout.frame import Frame
 from autopar.solver.layout.price import Priced
@@ -64,6 +65,9 @@ class ModelFacts:
     _repeated: dict[RecomputeName, NDArray[np.float64]] = field(default_factory=dict, repr=False)
     _in_chunks: dict[int, frozenset[str]] = field(default_factory=dict, repr=False)
     _styles: dict[KernelSet, Mapping[fx.Node, NodeStyle]] = field(default_factory=dict, repr=False)
+    _again: dict[tuple[RecomputeName, KernelSet], frozenset[fx.Node]] = field(
+        default_factory=dict, repr=False
+    )
 
     def number_of(self, thing: Hashable) -> int:
         """The same number for what is equal."""
@@ -91,6 +95,23 @@ class ModelFacts:
         if kernels not in self._styles:
             self._styles[kernels] = node_styles(self.model.kinds.values(), kernels)
         return self._styles[kernels]
+
+    def computed_again(self, recompute: RecomputeName, kernels: KernelSet) -> frozenset[fx.Node]:
+        """Nodes that ``recompute`` computes again one by one in backward, in all kinds but the one
+        that makes the loss; found once.
+        """
+        if (recompute, kernels) not in self._again:
+            styles, last = self.styles(kernels), self.model.blocks[self.loss_block].kind
+            graphs = [kind.graph for kind in self.model.kinds.values() if kind.name != last]
+            self._again[recompute, kernels] = frozenset().union(
+                *(
+                    replayed_nodes(
+                        graph, recomputed_nodes(graph, recompute, kernels.attention), styles
+                    )
+                    for graph in graphs
+                )
+            )
+        return self._again[recompute, kernels]
 
     def repeated_blocks(self, recompute: RecomputeName) -> NDArray[np.float64]:
         """1 for blocks that ``recompute`` repeats as a whole, 0 for others; read-only."""

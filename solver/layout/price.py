@@ -57,6 +57,7 @@ def price(
                 num_bytes=held_bytes(held, coster),
                 tensor=held.tensor,
                 moved=held.moved,
+                free=held.free,
             )
             for held in frame.held
         ),
@@ -138,7 +139,6 @@ def _keeping(option: OpOption, held: tuple[int, ...]) -> OpOption:
         backward_comm_s=option.backward_comm_s,
         forward_launch_s=option.forward_launch_s,
         backward_launch_s=option.backward_launch_s,
-        rebuilt_bytes=option.rebuilt_bytes,
         transient_bytes=option.transient_bytes,
         weight_s=option.weight_s,
         waiting_bytes=option.waiting_bytes,
@@ -164,7 +164,6 @@ def _options(op: FrameOp, kind: str, coster: Coster, comm: OuterComm) -> tuple[O
                 backward_comm_s=seconds.backward_comm_s + backward,
                 forward_launch_s=seconds.forward_launch_s,
                 backward_launch_s=seconds.backward_launch_s,
-                rebuilt_bytes=_rebuilt_bytes(op, option, coster),
                 transient_bytes=coster.transient_bytes(op.node, op.view, option),
                 held=held,
                 **_parts(op, option, coster),
@@ -205,17 +204,6 @@ def _parts(op: FrameOp, option: Option, coster: Coster) -> _Parts:
             if place not in op.weights
         ),
     }
-
-
-def _rebuilt_bytes(op: FrameOp, option: Option, coster: Coster) -> int:
-    """Of an op that backward computes again: its results, if they are read, and its own bytes."""
-    if not op.is_again:
-        return 0
-    made = 0
-    if op.is_rebuilt:
-        pairs = zip(op.view.results, option.results, strict=True)
-        made = sum(coster.bytes(tensor, state) for tensor, state in pairs)
-    return made + _own_bytes(KeptInside(node=op.node, view=op.view, option=option), coster)
 
 
 def _classes(frame: Frame, coster: Coster, comm: OuterComm) -> tuple[StateClass, ...]:
@@ -261,11 +249,12 @@ def held_bytes(held: FrameHeld, coster: Coster) -> int:
     """Bytes of a tensor that is kept, on one rank."""
     what = held.what
     if isinstance(what, KeptInside):
-        return _own_bytes(what, coster)
+        return inside_bytes(what, coster)
     return math.ceil(coster.bytes(what.tensor, what.state) * what.copies)
 
 
-def _own_bytes(inside: KeptInside, coster: Coster) -> int:
+def inside_bytes(inside: KeptInside, coster: Coster) -> int:
+    """Bytes of what only an op knows, on one rank."""
     return math.ceil(
         own_bytes(
             inside.node,

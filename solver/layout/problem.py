@@ -80,8 +80,9 @@ class OpOption:
     what typed axes send of its results.
 
     ``held`` are the tensors that autograd keeps when the op takes this option. The host launches
-    the op's kernels in ``forward_launch_s`` and ``backward_launch_s``. ``rebuilt_bytes`` are there
-    when backward has computed the op again. Of a backward in two parts ``weight_s`` is in the
+    the op's kernels in ``forward_launch_s`` and ``backward_launch_s``. The parts of backward in
+    which the op is computed again are ``again_s`` and ``again_launch_s``; ``rebuilt_bytes`` are
+    there then. Of a backward in two parts ``weight_s`` is in the
     weight part, until which the op keeps ``waiting_bytes``, and its operands ``waiting``.
     """
 
@@ -94,6 +95,8 @@ class OpOption:
     held: tuple[int, ...]
     forward_launch_s: float = 0.0
     backward_launch_s: float = 0.0
+    again_s: float = 0.0
+    again_launch_s: float = 0.0
     rebuilt_bytes: int = 0
     weight_s: float = 0.0
     waiting_bytes: int = 0
@@ -118,13 +121,15 @@ class Held:
     Attributes:
         tensor: Its value, or a negative number of its own for what only the op knows (a mask).
         moved: (value, demanded state) if only a moved copy costs bytes: parameters themselves are
-            accounted for elsewhere.
+            accounted for elsewhere, and what is computed again is not kept.
+        free: States of that value in which there is no such copy.
     """
 
     kind: int
     num_bytes: int
     tensor: int
     moved: tuple[int, int] | None
+    free: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +257,7 @@ class KindCost:
             part, and what is kept until then.
         forward_launch_s, backward_launch_s: What the host needs to launch all kernels: the block
             takes no less.
+        again_s, again_launch_s: The part of backward that computes single ops again.
     """
 
     forward_s: float
@@ -265,3 +271,5 @@ class KindCost:
     waiting_bytes: int = 0
     forward_launch_s: float = 0.0
     backward_launch_s: float = 0.0
+    again_s: float = 0.0
+    again_launch_s: float = 0.0

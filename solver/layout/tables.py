@@ -299,11 +299,8 @@ class _Maker:
             scope, draft = found
             where = self.where_kept(scope, kept_by[number])
             if held.moved is not None and maker is not None:
-                value, target = held.moved
-                state = self.frame.values[value].demanded[target]
-                states = self.frame.values[value].states
-                if state in states:  # kept as it is stored: no other copy
-                    where = where & ~self.where(scope, maker, states.index(state))
+                for state in held.free:
+                    where = where & ~self.where(scope, maker, state)
             draft.add(where, self.first_held + number)
 
     def where(self, scope: Scope, taker: Chooser, state: int) -> Bools:

@@ -78,12 +78,10 @@ def test_candidates_are_those_that_the_docs_state(
     except InputError:
         assert not expected
         return
-    for recompute in ("blocks", "selective_op"):
-        those = [one for one in found if one.recompute == recompute]
-        made = [tuple(getattr(one, name) for name in DECISIONS) for one in those]
-        assert set(made) == expected
-        assert len(made) == len(expected)
-    assert {one.recompute for one in found} == {"blocks", "selective_op"}
+    made = [tuple(getattr(one, name) for name in DECISIONS) for one in found]
+    assert set(made) == expected
+    assert len(made) == len(expected)
+    assert {one.recompute for one in found} == {"blocks"}
     assert {one.cuts for one in found} == {"balanced"}
 
 

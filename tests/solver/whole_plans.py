@@ -3,7 +3,8 @@ docs/concepts/problem.md states, candidate by candidate, without any bound of th
 
 What is left out is never faster than what is simulated: a step is monotone in what its actions take
 (``test_simulate_properties``), so that of two layouts that fit with the same cuts and recomputed
-blocks the one with less of everything is enough, and of two sets of recomputed blocks the smaller.
+blocks the one with less of everything is enough, and of two choices of what is recomputed the one
+with less of it: of a block nothing, its ops, or all.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from autopar.ir.plan import RecomputeName
 from autopar.solver.candidates import Candidate
+from autopar.solver.choose_again import NOTHING, Again
 from autopar.solver.facts import Floats
 from autopar.solver.layout.problem import Solution
 from autopar.solver.loss_chunks import NUMBERS
@@ -29,6 +30,7 @@ from autopar.solver.virtual_cuts import virtual_cuts
 from tests.solver.layouts import all_layouts
 
 Blocks = frozenset[int]
+"""Those that can be recomputed."""
 
 _ROUNDING = 1e-12
 
@@ -85,17 +87,13 @@ class WholePlans:
         assert isinstance(search, ShareSearch)
         able = frozenset(np.flatnonzero(search.facts.repeated_blocks("full")).tolist())
         for solution in self.layouts(search.setting(candidate)):
-            found: list[Blocks] = []
-            for blocks in subsets(able if candidate.recompute == "blocks" else frozenset()):
-                if any(smaller <= blocks for smaller in found):
+            found: list[Again] = []
+            for again in choices(able if candidate.recompute == "blocks" else frozenset()):
+                if any(is_less(other, again) for other in found):
                     continue
-                own = candidate
-                if candidate.recompute == "blocks":
-                    chosen = tuple(sorted(blocks))
-                    name: RecomputeName = "blocks" if blocks else "none"
-                    own = dataclasses.replace(own, recompute=name, recomputed_blocks=chosen)
+                own = again.of(candidate) if candidate.recompute == "blocks" else candidate
                 if search.fits(own, solution):
-                    found.append(blocks)
+                    found.append(again)
                     yield search.simulated(own, solution)
 
     def _virtual_plans(self, candidate: Candidate) -> Iterator[Solved]:
@@ -144,72 +142,66 @@ class _Layouts:
             [(costs[i] <= costs[order] * (1 + _ROUNDING)).all(axis=1) for i in order]
         )
         self.able = frozenset(np.flatnonzero(setting.facts.repeated_blocks("full")).tolist())
-        self.known: dict[tuple[int, int, int, int], tuple[Blocks, ...]] = {}
+        self.known: dict[tuple[int, int, int, int], tuple[Again, ...]] = {}
 
     def plans(self, cuts: tuple[int, ...]) -> Iterator[Solved]:
         """Those with these cuts."""
-        done: list[tuple[int, Blocks]] = []
+        done: list[tuple[int, Again]] = []
         for number, solution in enumerate(self.solutions):
-            for blocks in self.least_blocks(number, cuts):
-                if any(self.no_slower[n, number] and own <= blocks for n, own in done):
+            for again in self.least_again(number, cuts):
+                if any(self.no_slower[n, number] and is_less(own, again) for n, own in done):
                     continue
-                done.append((number, blocks))
-                stager = self.recomputing(number, blocks)
+                done.append((number, again))
+                stager = self.recomputing(number, again)
                 yield simulate_cuts(stager.candidate, self.setting, solution, stager, cuts)
 
-    def least_blocks(self, number: int, cuts: tuple[int, ...]) -> Iterator[Blocks]:
-        """Sets of blocks that have to be computed again at the least so that a layout fits."""
-        if _fits(self.recomputing(number, frozenset()), cuts):
-            yield frozenset()
+    def least_again(self, number: int, cuts: tuple[int, ...]) -> Iterator[Again]:
+        """What has to be computed again at the least so that a layout fits."""
+        if _fits(self.recomputing(number, NOTHING), cuts):
+            yield NOTHING
         elif self.candidate.recompute == "blocks":
             of_stages = [self.of_stage(number, stage, cuts) for stage in range(len(cuts) - 1)]
             for parts in itertools.product(*of_stages):
-                if any(parts):
-                    yield frozenset().union(*parts)
-                else:  # blocks are segments of their own then, and that was enough
-                    yield from self.single_blocks(number, cuts)
+                again = NOTHING
+                for part in parts:
+                    again = again.joined(part)
+                yield again
 
-    def of_stage(self, number: int, stage: int, cuts: tuple[int, ...]) -> tuple[Blocks, ...]:
-        """Of a stage, none of which contains another one."""
+    def of_stage(self, number: int, stage: int, cuts: tuple[int, ...]) -> tuple[Again, ...]:
+        """Of a stage, none of which is more than another one."""
         key = (number, stage, cuts[stage], cuts[stage + 1])
         if key not in self.known:
-            found: list[Blocks] = []
-            for blocks in subsets(self.able & set(range(*key[2:]))):
-                if not any(smaller <= blocks for smaller in found):
-                    stager = self.with_blocks(number, blocks)
+            found: list[Again] = []
+            for again in choices(self.able & set(range(*key[2:]))):
+                if not any(is_less(other, again) for other in found):
+                    stager = self.recomputing(number, again)
                     if stager.stage_bytes(stage, cuts) <= stager.sites.usable_bytes[stage]:
-                        found.append(blocks)
+                        found.append(again)
             self.known[key] = tuple(found)
         return self.known[key]
 
-    def single_blocks(self, number: int, cuts: tuple[int, ...]) -> Iterator[Blocks]:
-        """One block at least is computed again, wherever it is."""
-        found: list[Blocks] = []
-        for blocks in subsets(self.able):
-            new = blocks and not any(smaller <= blocks for smaller in found)
-            if new and _fits(self.with_blocks(number, blocks), cuts):
-                found.append(blocks)
-                yield blocks
-
-    def recomputing(self, number: int, blocks: Blocks) -> Stager:
+    def recomputing(self, number: int, again: Again) -> Stager:
         """With these blocks computed again, or as the candidate is where it pins that."""
+        stager = self.stagers[number]
         if self.candidate.recompute != "blocks":
-            return self.stagers[number]
-        if not blocks:
-            nothing = dataclasses.replace(self.stagers[number].candidate, recompute="none")
-            return dataclasses.replace(self.stagers[number], candidate=nothing)
-        return self.with_blocks(number, blocks)
-
-    def with_blocks(self, number: int, blocks: Blocks) -> Stager:
-        candidate = self.stagers[number].candidate
-        chosen = dataclasses.replace(candidate, recomputed_blocks=tuple(sorted(blocks)))
-        return dataclasses.replace(self.stagers[number], candidate=chosen)
+            return stager
+        return dataclasses.replace(stager, candidate=again.of(stager.candidate))
 
 
-def subsets(blocks: Blocks) -> Iterator[Blocks]:
-    """All of them, smallest first."""
-    for size in range(len(blocks) + 1):
-        yield from map(frozenset, itertools.combinations(sorted(blocks), size))
+def choices(blocks: Blocks) -> Iterator[Again]:
+    """Nothing, its ops or all of each block, in any mixture: none before one that is less."""
+    levels = itertools.product((0, 1, 2), repeat=len(blocks))
+    for chosen in sorted(levels, key=sum):
+        pairs = list(zip(sorted(blocks), chosen, strict=True))
+        yield Again(
+            whole=frozenset(block for block, level in pairs if level == 2),
+            by_op=frozenset(block for block, level in pairs if level == 1),
+        )
+
+
+def is_less(one: Again, other: Again) -> bool:
+    """Whether ``one`` computes nothing again that ``other`` does not."""
+    return one.whole <= other.whole and one.by_op <= other.whole | other.by_op
 
 
 def _costs(stager: Stager) -> Floats:
@@ -220,6 +212,7 @@ def _costs(stager: Stager) -> Floats:
         *(parts if stager.candidate.schedule == "zero_bubble" else []),
         costs.forward_s,
         costs.backward_s,
+        costs.op_again_s,
         costs.step_s,
         costs.border_bytes,
         costs.sent_bytes,
