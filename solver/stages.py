@@ -263,6 +263,7 @@ class Stager:
 
         def part(is_part: Bools) -> Elements:
             return parameters if is_part.all() else self._elements(own[is_part])
+
         borders = np.append(costs.border_bytes, 0.0)
         return StageContents(
             parameters=parameters,

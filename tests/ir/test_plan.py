@@ -438,11 +438,48 @@ def test_each_stage_names_the_blocks_that_it_computes_again() -> None:
     assert told.count(f", computed again: {segment.first_block}\n") == 1
 
 
-def test_recomputed_blocks_are_those_of_the_plan() -> None:
+def test_each_stage_names_the_blocks_whose_ops_it_computes_again() -> None:
+    plan, num = _planned(), _planned().segments[-1].last_block + 1
+    schedule = dataclasses.replace(
+        plan.schedule, recompute="blocks", recomputed_blocks=(1,), recomputed_by_op=(0, 2)
+    )
+    told = dataclasses.replace(plan, schedule=schedule).explain()
+    assert f"recompute blocks (1 whole, 2 by op of {num})" in told
+    assert ", computed again: 1, computed again by op: 0" in told
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"recomputed_blocks": (99, -1)}, "recomputed_blocks that the plan does not have"),
+        ({"recomputed_by_op": (99,)}, "recomputed_by_op that the plan does not have"),
+        (
+            {"recomputed_blocks": (0, 1), "recomputed_by_op": (1,)},
+            "blocks 1 are in recomputed_blocks and in recomputed_by_op",
+        ),
+        (
+            {"recompute": "none", "recomputed_blocks": (1,)},
+            "recompute none leaves no blocks to list, but recomputed_blocks has 1",
+        ),
+        (
+            {"recompute": "selective_op", "recomputed_by_op": (0, 1)},
+            "recompute selective_op leaves no blocks to list, but recomputed_by_op has 2",
+        ),
+    ],
+)
+def test_recomputed_blocks_are_those_of_the_plan(changes: dict[str, object], said: str) -> None:
     plan = _planned()
-    schedule = dataclasses.replace(plan.schedule, recompute="blocks", recomputed_blocks=(99, -1))
-    with pytest.raises(PlanFormatError, match="recomputed_blocks"):
+    schedule = dataclasses.replace(plan.schedule, recompute="blocks")
+    schedule = dataclasses.replace(schedule, **changes)  # type: ignore[arg-type]
+    with pytest.raises(PlanFormatError, match=said):
         from_json(to_json(dataclasses.replace(plan, schedule=schedule)))
+
+
+def test_plans_from_before_recomputation_by_op_are_read() -> None:
+    plan = _planned()
+    document = json.loads(to_json(plan))
+    del document["schedule"]["recomputed_by_op"]
+    assert from_json(json.dumps(document)) == plan
 
 
 @functools.cache

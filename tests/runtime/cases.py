@@ -154,6 +154,7 @@ def make_plan(setup: Setup) -> Plan:
             name=setup.schedule,
             recompute=setup.recompute,
             recomputed_blocks=(1,) if setup.recompute == "blocks" else (),
+            recomputed_by_op=(2,) if setup.recompute == "blocks" else (),
             zero_stage=setup.zero_stage,
             kernels=setup.kernels,
             extra_in_flight=setup.extra_in_flight,

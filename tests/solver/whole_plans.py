@@ -141,8 +141,9 @@ class _Layouts:
         self.no_slower = np.array(
             [(costs[i] <= costs[order] * (1 + _ROUNDING)).all(axis=1) for i in order]
         )
+        self.memory = [_memory(stager) for stager in self.stagers]
         self.able = frozenset(np.flatnonzero(setting.facts.repeated_blocks("full")).tolist())
-        self.known: dict[tuple[int, int, int, int], tuple[Again, ...]] = {}
+        self.known: dict[tuple[int, int, int, bytes], tuple[Again, ...]] = {}
 
     def plans(self, cuts: tuple[int, ...]) -> Iterator[Solved]:
         """Those with these cuts."""
@@ -157,9 +158,10 @@ class _Layouts:
 
     def least_again(self, number: int, cuts: tuple[int, ...]) -> Iterator[Again]:
         """What has to be computed again at the least so that a layout fits."""
-        if _fits(self.recomputing(number, NOTHING), cuts):
-            yield NOTHING
-        elif self.candidate.recompute == "blocks":
+        if self.candidate.recompute != "blocks":
+            if _fits(self.stagers[number], cuts):
+                yield NOTHING
+        else:
             of_stages = [self.of_stage(number, stage, cuts) for stage in range(len(cuts) - 1)]
             for parts in itertools.product(*of_stages):
                 again = NOTHING
@@ -169,10 +171,12 @@ class _Layouts:
 
     def of_stage(self, number: int, stage: int, cuts: tuple[int, ...]) -> tuple[Again, ...]:
         """Of a stage, none of which is more than another one."""
-        key = (number, stage, cuts[stage], cuts[stage + 1])
+        first, end = cuts[stage : stage + 2]
+        own = self.memory[number][:, first : end + 1]  # what keeps the same fits alike
+        key = (stage, first, end, own.tobytes())
         if key not in self.known:
             found: list[Again] = []
-            for again in choices(self.able & set(range(*key[2:]))):
+            for again in choices(self.able & set(range(first, end))):
                 if not any(is_less(other, again) for other in found):
                     stager = self.recomputing(number, again)
                     if stager.stage_bytes(stage, cuts) <= stager.sites.usable_bytes[stage]:
@@ -223,6 +227,25 @@ def _costs(stager: Stager) -> Floats:
         stager.optimizer_s(),
     ]
     return np.concatenate([np.ravel(values) for values in seconds])
+
+
+def _memory(stager: Stager) -> Floats:
+    """All of a layout that its account of memory is made of: a column for each block."""
+    costs = stager.costs
+    return np.stack(
+        [
+            costs.held_bytes,
+            costs.rebuilt_bytes,
+            costs.op_held_bytes,
+            costs.op_rebuilt_bytes,
+            costs.temporary_bytes,
+            costs.waiting_bytes,
+            costs.input_bytes,
+            costs.border_bytes,
+            costs.numel,
+            costs.shared_numel,
+        ]
+    )
 
 
 def _fits(stager: Stager, cuts: tuple[int, ...]) -> bool:
