@@ -61,7 +61,8 @@ class Coster:
     @property
     def fingerprint(self) -> Hashable:
         """Equal for costers that cost the same, but for ``styles`` and ``again``."""
-        return self.links.cluster, self.group, self.batch, self.reduce_itemsize
+        by = type(self.kernels), type(self.links), self.links.cluster
+        return by, self.group, self.batch, self.reduce_itemsize
 
     def style(self, node: fx.Node) -> NodeStyle:
         """By which kernels ``node`` is computed."""
