@@ -1,14 +1,14 @@
 """Fuse chains: small ops of a local graph that one kernel computes become one call.
 
 Where a path leaves a chain through views and returns, the views become part of it. A chain that
-anything else would have to come between is left as it is.
+anything else would have to come between, another chain for example, is left as it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from torch import fx
 
@@ -26,12 +26,12 @@ from autopar.passes.verify_shapes import verify_shapes
 def fuse_chains(local: BlockKind, kernels: KernelSet, mesh: Mesh) -> BlockKind:
     """The local form of a kind, with each chain that ``kernels`` fuse as a ``FusedChain``."""
     chains: list[set[fx.Node]] = []
-    taken: set[fx.Node] = set()
+    chain_of: dict[fx.Node, set[fx.Node]] = {}
     for found in chains_of(local.graph, kernels):
-        chain = _closed(found)
-        if chain is not None and not chain & taken:
+        chain = _closed(found, chain_of)
+        if chain is not None and chain_of.keys().isdisjoint(chain):
             chains.append(chain)
-            taken |= chain
+            chain_of.update(dict.fromkeys(chain, chain))
     if not chains:
         return local
     fused = with_graph(local, _with_calls(local.graph, chains))
@@ -39,10 +39,14 @@ def fuse_chains(local: BlockKind, kernels: KernelSet, mesh: Mesh) -> BlockKind:
     return fused
 
 
-def _closed(chain: Collection[fx.Node]) -> set[fx.Node] | None:
-    """The chain and what lies on paths between its nodes; None if that is more than views."""
-    behind = _reached(chain, lambda node: node.users)
-    before = _reached(chain, lambda node: node.all_input_nodes)
+def _closed(
+    chain: Collection[fx.Node], chain_of: Mapping[fx.Node, set[fx.Node]]
+) -> set[fx.Node] | None:
+    """The chain and what lies on paths between its nodes, where those of ``chain_of`` are one node
+    each; None if that is more than views.
+    """
+    behind = _reached(chain, chain_of, lambda node: node.users)
+    before = _reached(chain, chain_of, lambda node: node.all_input_nodes)
     between = (behind & before).difference(chain)
     if any(node.op != "call_function" or not _is_view(node) for node in between):
         return None
@@ -54,7 +58,9 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _reached(
-    start: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]
+    start: Iterable[fx.Node],
+    chain_of: Mapping[fx.Node, set[fx.Node]],
+    following: Callable[[fx.Node], Iterable[fx.Node]],
 ) -> set[fx.Node]:
     """What is reached from ``start``, itself only where a path leads back."""
     found: set[fx.Node] = set()
@@ -62,8 +68,9 @@ def _reached(
     while todo:
         node = todo.pop()
         if node not in found:
-            found.add(node)
-            todo += following(node)
+            together = chain_of.get(node, {node})
+            found |= together
+            todo += [other for member in together for other in following(member)]
     return found
 
 
@@ -119,10 +126,12 @@ def _call(
     function.output(tuple(inside[node] for node in made))
     module = fx.GraphModule({}, function, class_name="Chain")
     is_linear = all(op_name(node) in LINEAR or _is_view(node) for node in chain)
-    called = changed.call_function(
-        FusedChain(module, is_linear=is_linear), tuple(copies[node] for node in reads)
-    )
     tensors = tuple(info(node).tensor for node in made)
+    learned = tuple(tensor.requires_grad for tensor in tensors)
+    called = changed.call_function(
+        FusedChain(module, is_linear=is_linear, learned=learned),
+        tuple(copies[node] for node in reads),
+    )
     set_info(called, dataclasses.replace(info(chain[-1]), tensors=tensors, is_tuple=True))
     for index, node in enumerate(made):
         copies[node] = changed.call_function(operator.getitem, (called, index))

@@ -6,6 +6,7 @@ that again, in the same kernel. The kernels are ``torch.compile``'s, made when t
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -28,14 +29,14 @@ class FusedChain:
         module: The chain as a function: its placeholders are what it reads, and it returns a tuple.
             Shapes are those of one rank and micro-batch.
         is_linear: Whether its backward needs nothing of what it reads but shapes.
+        learned: Through which of its results gradients flow.
     """
 
     __name__ = "fused_chain"
 
-    def __init__(self, module: fx.GraphModule, *, is_linear: bool) -> None:
-        self.module, self.is_linear = module, is_linear
-        self._forward: Kernel | None = None
-        self._backwards: dict[tuple[bool, ...], Kernel] = {}
+    def __init__(self, module: fx.GraphModule, *, is_linear: bool, learned: Sequence[bool]) -> None:
+        self.module, self.is_linear, self.learned = module, is_linear, tuple(learned)
+        self._kernels: dict[tuple[object, ...], Kernel] = {}
 
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
         found: tuple[Tensor, ...] = _Chain.apply(self, *arguments)
@@ -44,20 +45,25 @@ class FusedChain:
     def forward(self, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if arguments[0].device.type == "meta":  # only shapes are wanted
             return tuple(self.module(*arguments))
-        if self._forward is None:
-            self._forward = self.module if _one_by_one() else _compiled(self.module)
-        return tuple(self._forward(*arguments))
+        given = tuple(own.detach() for own in arguments)
+        key = (None, *map(_form, given))
+        if key not in self._kernels:
+            module = fx.GraphModule({}, self.module.graph, class_name="Chain")
+            self._kernels[key] = self.module if _one_by_one() else _compiled(module)
+        return tuple(self._kernels[key](*given))
 
     def backward(
         self, arguments: Sequence[Tensor], wanted: tuple[bool, ...], gradients: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Gradients of the ``wanted`` arguments, from those of the differentiable results."""
-        if wanted not in self._backwards:
+        """Gradients of the ``wanted`` arguments, from those of the ``learned`` results."""
+        given = (*arguments, *gradients)
+        key = (wanted, *map(_form, given))
+        if key not in self._kernels:
             kernel = self._backward_of(wanted)
             if not _one_by_one():
-                kernel = _compiled(_traced(kernel, (*arguments, *gradients)))
-            self._backwards[wanted] = kernel
-        return list(self._backwards[wanted](*arguments, *gradients))
+                kernel = _compiled(_traced(kernel, given))
+            self._kernels[key] = kernel
+        return list(self._kernels[key](*given))
 
     def _backward_of(self, wanted: tuple[bool, ...]) -> Callable[..., Sequence[Tensor]]:
         def run(*given: Tensor) -> Sequence[Tensor]:
@@ -67,7 +73,7 @@ class FusedChain:
                 rest = iter(moving)
                 pairs = zip(arguments, wanted, strict=True)
                 made = self.module(*(next(rest) if moves else own for own, moves in pairs))
-                return tuple(filter(_is_differentiable, made))
+                return tuple(itertools.compress(made, self.learned))
 
             moving = [own for own, moves in zip(arguments, wanted, strict=True) if moves]
             found: Sequence[Tensor] = torch.func.vjp(chain, *moving)[1](tuple(gradients))
@@ -85,7 +91,8 @@ class _Chain(torch.autograd.Function):
         else:
             ctx.save_for_backward(*arguments)
         made = chain.forward(arguments)
-        ctx.mark_non_differentiable(*(own for own in made if not _is_differentiable(own)))
+        passed = zip(made, chain.learned, strict=True)
+        ctx.mark_non_differentiable(*(own for own, is_learned in passed if not is_learned))
         return made
 
     @staticmethod
@@ -98,13 +105,14 @@ class _Chain(torch.autograd.Function):
         else:
             arguments = [own.detach() for own in ctx.saved_tensors]
         wanted = tuple(ctx.needs_input_grad[1:])
-        given = [own for own in gradients if _is_differentiable(own)]
+        given = list(itertools.compress(gradients, ctx.chain.learned))
         found = iter(ctx.chain.backward(arguments, wanted, given))
         return None, *(next(found) if moves else None for moves in wanted)
 
 
-def _is_differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    """What a kernel is made for: what was traced once holds for no other strides."""
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _one_by_one() -> bool:

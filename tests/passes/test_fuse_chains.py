@@ -7,12 +7,16 @@ import shutil
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from autopar.ir.fused_chain import COMPILER, FusedChain
+from autopar.ir.graph import BlockKind, NodeInfo, Role, TensorInfo, set_info
+from autopar.ir.kernels import parse_kernels
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import SegmentPlan
 from autopar.ir.program import Program
 from autopar.passes import lower
+from autopar.passes.fuse_chains import fuse_chains
 from tests.passes.harness import run_program
 from tests.passes.layouts import cheapest, choose_layout, megatron
 from tests.passes.reference import Case, assert_same, real_case
@@ -63,7 +67,7 @@ def norm() -> FusedChain:
     scaled = graph.call_function(torch.ops.aten.mul.Tensor, (rows, inverse))
     positive = graph.call_function(torch.ops.aten.gt.Scalar, (scaled, 0))
     graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (scaled, weight)), positive))
-    return FusedChain(fx.GraphModule({}, graph), is_linear=False)
+    return FusedChain(fx.GraphModule({}, graph), is_linear=False, learned=[True, False])
 
 
 def arguments() -> tuple[Tensor, Tensor]:
@@ -110,7 +114,7 @@ def test_a_linear_chain_keeps_nothing() -> None:
     one, other = graph.placeholder("one"), graph.placeholder("other")
     total = graph.call_function(torch.ops.aten.add.Tensor, (one, other))
     graph.output((graph.call_function(torch.ops.aten.sub.Tensor, (total, one)),))
-    chain = FusedChain(fx.GraphModule({}, graph), is_linear=True)
+    chain = FusedChain(fx.GraphModule({}, graph), is_linear=True, learned=[True])
     rows, weight = arguments()
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
@@ -121,6 +125,84 @@ def test_a_linear_chain_keeps_nothing() -> None:
     assert weight.grad is not None
     assert torch.equal(rows.grad, torch.zeros_like(rows))
     assert torch.equal(weight.grad, torch.full_like(weight, 3.0))
+
+
+def strided() -> FusedChain:
+    """A view between two functions: its backward views gradients."""
+    graph = fx.Graph()
+    sine = graph.call_function(torch.ops.aten.sin.default, (graph.placeholder("rows"),))
+    view = graph.call_function(torch.ops.aten.view.default, (sine, [3, 2, 4]))
+    graph.output((graph.call_function(torch.ops.aten.cos.default, (view,)),))
+    return FusedChain(fx.GraphModule({}, graph), is_linear=False, learned=[True])
+
+
+@pytest.mark.parametrize("compiler", ["none", "aot_eager"])
+def test_gradients_have_any_strides(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks share a chain, and get their gradients from messages or from the next block; so many
+    strides as here are more than one function may be compiled for.
+    """
+    monkeypatch.setenv(COMPILER, compiler)
+    chain, rows = strided(), arguments()[0]
+    contiguous = torch.randn(3, 2, 4, dtype=torch.float64)
+    given = [contiguous, contiguous.permute(2, 1, 0).contiguous().permute(2, 1, 0)]
+    given += [contiguous.repeat_interleave(n, 0)[::n] for n in range(2, 11)]
+    for number, gradient in enumerate(given, 1):
+        kept = rows.detach().repeat_interleave(number, 0)[::number].requires_grad_()
+        (found,) = torch.autograd.grad(chain(kept), kept, gradient)
+        expected = torch.autograd.grad(rows.sin().view(3, 2, 4).cos(), rows, gradient)[0]
+        torch.testing.assert_close(found, expected)
+
+
+def add(graph: fx.Graph, op: OpOverload, shape: tuple[int, ...], *args: object) -> fx.Node:
+    return described(graph.call_function(op, args), shape)  # type: ignore[arg-type]
+
+
+def described(node: fx.Node, shape: tuple[int, ...], *, learned: bool = True) -> fx.Node:
+    tensor = TensorInfo(shape=shape, dtype=torch.float64, requires_grad=learned)
+    set_info(node, NodeInfo(tensors=(tensor,)))
+    return node
+
+
+def fused(graph: fx.Graph) -> tuple[fx.GraphModule, list[FusedChain]]:
+    kind = BlockKind(name="block", graph=graph, roles=(Role.ACTIVATION,) * 2)
+    found = fuse_chains(kind, parse_kernels(ALL), Mesh()).graph
+    targets = [node.target for node in found.nodes if isinstance(node.target, FusedChain)]
+    return fx.GraphModule({}, found), targets
+
+
+def test_of_chains_that_read_each_other_one_is_fused() -> None:
+    aten, graph = torch.ops.aten, fx.Graph()
+    x, y = (described(graph.placeholder(name), (2, 4)) for name in ("x", "y"))
+    twice, thrice = (add(graph, aten.mul.Tensor, (2, 4), *pair) for pair in ((x, 2), (y, 3)))
+    sine = add(graph, aten.sin.default, (2, 4), twice)
+    cosine = add(graph, aten.cos.default, (2, 4), thrice)
+    views = [add(graph, aten.view.default, (2, 4), node, [2, 4]) for node in (sine, cosine)]
+    one = add(graph, aten.mul.Tensor, (2, 4), twice, views[1])
+    other = add(graph, aten.mul.Tensor, (2, 4), thrice, views[0])
+    graph.output((one, other))
+    module, found = fused(graph)
+    assert len(found) == 1
+    x_value, y_value = torch.randn(2, 2, 4, dtype=torch.float64).unbind()
+    expected = 2 * x_value * (3 * y_value).cos(), 3 * y_value * (2 * x_value).sin()
+    for result, wanted in zip(module(x_value, y_value), expected, strict=True):
+        torch.testing.assert_close(result, wanted)
+
+
+def test_what_no_gradient_flows_through_asks_for_none() -> None:
+    """A mask of floats that a chain makes beside what it is multiplied with."""
+    aten, graph = torch.ops.aten, fx.Graph()
+    rows = described(graph.placeholder("rows"), (2, 4))
+    kept = described(graph.placeholder("kept"), (2, 4), learned=False)
+    mask = described(graph.call_function(aten.rsub.Scalar, (kept, 1)), (2, 4), learned=False)
+    graph.output((add(graph, aten.mul.Tensor, (2, 4), rows, mask), mask))
+    module, found = fused(graph)
+    assert len(found) == 1
+    given = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    masked, made = module(given, torch.eye(2, 4, dtype=torch.float64))
+    assert not made.requires_grad
+    masked.sum().backward()
+    assert given.grad is not None
+    assert torch.equal(given.grad, 1 - torch.eye(2, 4, dtype=torch.float64))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch compiles for CPUs with g++")
