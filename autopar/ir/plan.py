@@ -517,7 +517,7 @@ def _check_zero_stages(plan: Plan, where: str) -> None:
         stages = block_zero_stages(plan)
     except InputError as error:
         raise PlanFormatError(f"field schedule.{error.what}", where=where) from None
-    for stage in stages:
+    for stage in (schedule.zero_stage, *stages):
         if stage not in ZERO_STAGES:
             raise PlanFormatError(
                 f"field schedule.zero_stages: ZeRO stage {stage} beside others; blocks of one plan "

@@ -5,6 +5,7 @@ As text: the numbers of blocks, or the kind of them, and the stage: ``0=1, 4-11=
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 ZERO_STAGES = (1, 2, 3)
 """What blocks of one plan can have beside each other: all of them store shards."""
 
+_RANGE = re.compile("[0-9]+(-[0-9]+)?")
 _EXAMPLE = "blocks by number or kind: '0=1, 4-11=2, block2=1'"
 
 
@@ -33,6 +35,7 @@ def parse_zero_stages(text: str) -> dict[str, int]:
                 f"zero_stages={text!r}: {part.strip()!r} is no ZeRO stage of blocks, 1, 2 or 3",
                 hint=_EXAMPLE,
             )
+        found.pop(name, None)  # its place is that of the later one
         found[name] = int(stage)
     return found
 
@@ -45,7 +48,7 @@ def with_exceptions(
     Args:
         zero_stage: Of all blocks that are not excepted.
         exceptions: Stages by ranges of blocks (``4``, ``4-11``) and by kinds of them.
-        kinds: Of every block of the model.
+        kinds: Of every block of the model; ``""`` where they are not known.
 
     Raises:
         InputError: The model has no such blocks.
@@ -58,22 +61,23 @@ def with_exceptions(
 
 
 def _blocks(name: str, kinds: Sequence[str]) -> Sequence[int]:
-    if name in kinds:
+    if name and name in kinds:
         return [block for block, kind in enumerate(kinds) if kind == name]
-    first, _, last = name.partition("-")
-    if first.isdigit() and (last.isdigit() or not last):
+    if _RANGE.fullmatch(name):
+        first, _, last = name.partition("-")
         blocks = range(int(first), int(last or first) + 1)
         if blocks and blocks[-1] < len(kinds):
             return blocks
+    known = ", ".join(dict.fromkeys(filter(None, kinds)))
     raise InputError(
-        f"zero_stages: the model has no blocks {name!r}, but {len(kinds)} blocks (from 0) of the "
-        f"kinds {', '.join(dict.fromkeys(kinds))}",
+        f"zero_stages: the model has no blocks {name!r}, but {len(kinds)} blocks (from 0)"
+        + f" of the kinds {known}" * bool(known),
         hint=_EXAMPLE,
     )
 
 
 def block_zero_stages(plan: Plan) -> tuple[int, ...]:
-    """The ZeRO stage of each block of a plan.
+    """The ZeRO stage of each block of a plan, which names them by number only.
 
     Raises:
         InputError: It excepts blocks that it does not have.

@@ -50,8 +50,13 @@ def test_blocks_are_named_by_number_or_kind():
     assert zero_text(3, exceptions) == "3, 2 of blocks layer, 1 of blocks 0, 1 of blocks 2-3"
 
 
+def test_of_stages_of_the_same_blocks_the_last_holds():
+    exceptions = parse_zero_stages("0=1, 0-1=2, 0=3")
+    assert with_exceptions(1, exceptions, ("layer",) * 3) == (3, 2, 1)
+
+
 @pytest.mark.parametrize(
-    "text", ["", "0", "0=", "=1", "0=0", "0=4", "0=x", "0=1,", "5=1", "1-5=2", "2-1=2", "x=1"]
+    "text", ["", "0", "0=", "=1", "0=0", "0=4", "0=x", "0=1,", "5=1", "1-5=2", "2-1=2", "1-=2"]
 )
 def test_what_names_no_blocks_or_no_stage_is_refused(text: str):
     with pytest.raises(InputError, match="zero_stages"):
@@ -139,8 +144,10 @@ def test_a_plan_keeps_the_stages_of_its_blocks():
     [
         (3, {"7": 1}, "no blocks '7'"),
         (3, {"x": 1}, "no blocks 'x'"),
+        (3, {"": 1}, "no blocks ''"),
         (3, {"0": 0}, "ZeRO stage 0 beside others"),
         (0, {"0": 1}, "ZeRO stage 0 beside others"),
+        (0, {"0-3": 1}, "ZeRO stage 0 beside others"),
         (3, {"0": 4}, "ZeRO stage 4 beside others"),
     ],
 )
