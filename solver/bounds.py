@@ -22,8 +22,7 @@ recompute in g) and w + 1 its forwards before the first backward (w = min(M, p �
     all of them do. With ZeRO 0 and 1 the gathers of the first stage slow the first forward down,
     and the reductions of every stage that the last micro-batch passes on its way back slow its
     backward there down
-(H) on a single stage with ZeRO 3 and 1F1B, what it waits for between two micro-batches: little is
-    computed around the first blocks while they are reduced and gathered
+(H) on a single stage with ZeRO 3 and 1F1B, what it waits for between two micro-batches (``turns``)
 
 Every form is a sum over the blocks of the stage plus a constant, so that ``cuts`` finds the cuts
 that minimize the largest of them. Where stages are on nodes of different kinds, the constant is the
@@ -36,9 +35,8 @@ below (``StageTimes``).
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -50,10 +48,9 @@ from autopar.solver.reach import Floor, Reach
 from autopar.solver.recomputing import again_s, least_with_again
 from autopar.solver.runs import Runs, on_stage, prefixes
 from autopar.solver.stages import Stager
+from autopar.solver.turns import LOOKED_AT, turn_s
 from autopar.solver.windows import Windows
-
-_TURN = 3
-"""Blocks around the turn from a micro-batch to the next that are looked at."""
+from autopar.solver.zero_bounds import OpenStages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,13 +120,19 @@ class StageBounds:
         stager: With the costs of a layout, or the least.
         times: The same.
         again: What stages compute again; default: ``again_s``, exactly.
+        priced: See ``OpenStages``.
     """
 
     def __init__(
-        self, stager: Stager, times: StageTimes, again: AgainSeconds | None = None
+        self,
+        stager: Stager,
+        times: StageTimes,
+        again: AgainSeconds | None = None,
+        priced: Mapping[float, Floats] | None = None,
     ) -> None:
         self.stager, self.times = stager, times
         self.again = again or functools.partial(again_s, stager)
+        self.open = OpenStages(stager, priced) if stager.candidate.zero_open else None
         self.passing = Passing(times.both)
         self.messages = self._messages()
 
@@ -269,26 +272,21 @@ class StageBounds:
 
     @functools.cached_property
     def _turn_s(self) -> float:
-        """(H): where a single stage turns from a micro-batch to the next with ZeRO 3 and 1F1B, what
-        it waits for at the least.
+        """(H), where ZeRO stages are decided; 0 where they are open."""
+        return 0.0 if self.open is not None else self._turn_of(self.stager.zero_stages.tolist())
 
-        From the end of the backward of block i to the forward of block j the stream has reductions
-        of blocks i … 0, and gathers of i − 2 … 0 and 1 … j; the blocks before them are computed
-        meanwhile, slowed down. What a block is longer than at the least shortens the waiting by
-        less.
-        """
-        if self.stager.candidate.schedule != "1f1b" or not self.stager.regathered.all():
+    def _turn_of(self, zero_stages: Sequence[int]) -> float:
+        """(H) of a single stage whose blocks have these stages."""
+        if self.stager.candidate.schedule != "1f1b":
             return 0.0
-        gather, reduce = self.stager.gather_s(), self.stager.reduce_s()
-        forward, backward = self.times.forward, self.times.backward
-        slowdown = float(self.stager.sites.slowdown[0])
-        most, found = min(_TURN, len(gather) - 2), 0.0
-        for i, j in itertools.product(range(1, most + 1), repeat=2):
-            stream = reduce[1 : i + 1].sum() + gather[: max(0, i - 1)].sum() + gather[1]
-            stream += reduce[0] + gather[2 : j + 1].sum() if j > 1 else 0.0
-            meanwhile = backward[:i].sum() + forward[:j].sum()
-            found = max(found, stream - (1 + slowdown) * meanwhile)
-        return found
+        return turn_s(
+            zero_stages[:LOOKED_AT],
+            gather=on_stage(self.stager.gather_s(), 0),
+            reduce=on_stage(self.stager.reduce_s(), 0),
+            forward=on_stage(self.times.forward, 0),
+            backward=on_stage(self.times.backward, 0),
+            slowdown=float(self.stager.sites.slowdown[0]),
+        )
 
     def _communicate(self, runs: Runs, again: Floats) -> tuple[Floats, Floats, Floats]:
         """(C) added to what a stage computes, (E) to what it computes or waits in between, and (D);
@@ -304,7 +302,7 @@ class StageBounds:
         passed = self._passed_s(runs, self.times.forward)
         returned = self._passed_s(runs, self.times.backward)
         values, largest = self._stream()
-        stream = runs.sums(values) - largest * runs.maxima(again_each)
+        whole = stream = runs.sums(values) - largest * runs.maxima(again_each)
         slow = np.zeros(gathers.shape)
         first, last, behind = gathers, reductions, slow
         if candidate.per_block:
@@ -325,14 +323,58 @@ class StageBounds:
                 slow = slow + slowdown * max(0, num - 2) * each
             elif candidate.schedule == "layered" and candidate.zero_stage >= 1:
                 slow = slowdown * (gathers + reductions - first - last + each / 2)
+        more = np.zeros(gathers.shape)
+        if self.open is not None and candidate.per_block:
+            more, streamed = self._open_s(self.open, runs, again, returned)
+            slow, stream = slow + more, stream + streamed
         once = runs.sums(stager.once_s()) + stager.sites.step_s[runs.stage]
         added = np.maximum(0.0, first - passed) + np.maximum(behind, last + once - returned)
         if candidate.pp == 1 and candidate.per_block:  # nothing to wait for: hidden or exposed
             firsts = runs.at_first(gather) + runs.at_first(reduce)
-            hidden = slowdown * np.maximum(0.0, stream - firsts)
+            hidden = more + slowdown * np.maximum(0.0, whole - firsts)
             hidden = hidden + (1 - slowdown) * (num - 1) * self._turn_s
             added, slow = np.maximum(added + slow, firsts + hidden + once), np.zeros(slow.shape)
         return added, slow, stream + once
+
+    def _open_s(
+        self, stages: OpenStages, runs: Runs, again: Floats, returned: Floats
+    ) -> tuple[Floats, Floats]:
+        """(E) of ZeRO stages that are open, with what is computed again beyond ``again``, and (D):
+        beyond those of ZeRO 1.
+        """
+        candidate, stager = self.stager.candidate, self.stager
+        num = candidate.num_micro_batches if candidate.schedule == "1f1b" else 1
+        slowdown, gather, reduce = stager.sites.slowdown[:, None], *self.traffic_rows()
+        counted = np.full((candidate.pp, 1), 2.0 * num - 1)  # of gathers beyond one
+        if candidate.pp == 1:
+            counted = np.full(gather.shape, 2.0 * num - 1)
+            counted[0, -1] = num - 1  # kept from a forward to its backward
+            counted[0, 0] -= num - 1  # and from a backward to the next forward
+            turns = (num - 1) * (1 - float(slowdown[0, 0]))
+            more = stages.single_s(
+                runs,
+                slowdown * counted * gather,
+                slowdown * (num - 1) * reduce,
+                lambda zero_stages: turns * self._turn_of(zero_stages),
+            )
+        else:
+            if candidate.schedule == "1f1b":
+                ahead = np.minimum(self.stager.flying - 1, num - 2)
+                counted = np.maximum(0.0, 2.0 * (num - 2 - np.maximum(0.0, ahead)))[:, None]
+            more = stages.least_s(runs, slowdown * counted * gather, slowdown * (num - 1) * reduce)
+            kept = counted[runs.stage, 0] * runs.maxima(gather)
+            queued = np.where(runs.first > 0, returned, 0.0) if num > 1 else 0.0
+            more = more - stager.sites.slowdown[runs.stage] * (kept + queued)
+        counted = np.full((candidate.pp, 1), 2.0 * num - 1)
+        stream = stages.least_s(runs, counted * gather, (num - 1) * reduce, computes=False)
+        stream = stream - counted[runs.stage, 0] * runs.maxima(gather)
+        more = more - candidate.num_micro_batches * again
+        return np.maximum(0.0, more), np.maximum(0.0, stream)
+
+    def traffic_rows(self) -> tuple[Floats, Floats]:
+        """Seconds of gathers and reductions of blocks, a row for each stage."""
+        num = self.stager.candidate.pp
+        return stage_rows(self.stager.gather_s(), num), stage_rows(self.stager.reduce_s(), num)
 
     def _stream(self) -> tuple[Floats, int]:
         """Seconds of the gathers and reductions of each block in a step; in a stage they are so

@@ -34,8 +34,10 @@ CHOICE_PINS: Mapping[str, tuple[str, ...]] = {
 KERNEL_PIN = "kernel"
 GROUP_PIN = "group_order"
 ZERO_PIN = "zero_stages"
-ZERO_CHOICES = ("equal",)
-"""Values of ``ZERO_PIN`` that name no blocks: all have one stage."""
+ZERO_CHOICES = ("open", "equal")
+"""Values of ``ZERO_PIN`` that name no blocks: each block has its own stage up to that of all, or
+all have one.
+"""
 _RANGES: Mapping[str, tuple[int, int | None]] = {
     "zero_stage": (0, 3),
     "sequence_parallel": (0, 1),
@@ -137,7 +139,7 @@ def check_model(pin: Pins, model: Divisible) -> None:
         raise InputError(
             f"{pinned}virtual_stages={virtual} is pinned, but the model has {blocks} blocks"
         )
-    if pin.get(ZERO_PIN, "equal") not in ZERO_CHOICES:
+    if pin.get(ZERO_PIN, "open") not in ZERO_CHOICES:
         with_exceptions(1, parse_zero_stages(str(pin[ZERO_PIN])), model.block_kinds)
     _check_context(degrees.get("cp", 1), model)
     _check_experts(degrees.get("ep", 1), model)

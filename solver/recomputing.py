@@ -127,11 +127,7 @@ def priced_again_s(
         priced: The sum's terms at some prices λ·n, which no layout is below (``Setting.priced``).
         both: Seconds of blocks, per micro-batch.
     """
-    candidate = stager.candidate
-    kept = stager.costs.input_bytes.copy()
-    if candidate.schedule == "layered":
-        kept[-1] /= candidate.num_micro_batches  # the last segment keeps one micro-batch at a time
-    inputs = runs.sums(kept) if candidate.per_block else 0.0
+    candidate, inputs = stager.candidate, runs.sums(stager.input_kept_bytes())
     room = stager.run_room(runs, exact=False) / stager.flying[runs.stage] - inputs
     found = np.zeros(room.shape)
     for price, values in priced.items():

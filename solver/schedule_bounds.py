@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from autopar.solver.bounds import AgainSeconds, StageBounds, StageTimes
@@ -14,11 +16,14 @@ from autopar.solver.zero_bubble import PartBounds, parts_scalar_s
 
 
 def stage_bounds(
-    stager: Stager, times: StageTimes, again: AgainSeconds | None = None
+    stager: Stager,
+    times: StageTimes,
+    again: AgainSeconds | None = None,
+    priced: Mapping[float, Floats] | None = None,
 ) -> StageBounds:
     """The bounds of stages under the candidate's schedule; its arguments are ``StageBounds``'."""
     kind = PartBounds if stager.candidate.has_parts else StageBounds
-    return kind(stager, times, again)
+    return kind(stager, times, again, priced)
 
 
 def any_order_s(candidate: Candidate, forward: Floats, both: Floats) -> float:

@@ -56,6 +56,7 @@ from autopar.solver.virtual_cuts import (
     least_cut_bound_s,
     virtual_cuts,
 )
+from autopar.solver.zero_choice import with_stages_chosen
 
 Progress = Callable[[str], None]
 
@@ -414,7 +415,8 @@ class Search:
         if candidate.recompute == "blocks" and candidate.tp > 1:
             stager = self.stager(candidate, setting.tight())
             again = functools.partial(_least_again_s, stager, setting, times.both)
-        bounds = stage_bounds(stager, times.plus_backward(added), again)
+        priced = _beyond(setting, times.both) if candidate.zero_open else None
+        bounds = stage_bounds(stager, times.plus_backward(added), again, priced)
         return bounds.best_s(enough_s=self._enough_s)
 
     def _memory_bound(self, candidate: Candidate) -> float:
@@ -466,8 +468,7 @@ class Search:
         for bound, cuts in self._cut_bounds(candidate):
             if bound >= min(best, self._enough_s):
                 return min(best, bound)
-            chosen = choice.within(cuts)
-            if chosen is not None:
+            for chosen in with_stages_chosen(choice, cuts):
                 best = min(best, least_cut_bound_s(chosen, exact_times(chosen), [cuts]))
         return best
 
@@ -502,6 +503,8 @@ class Search:
         neither cuts nor layouts, only blocks that may be computed again.
         """
         is_single = candidate.pp == candidate.tp == 1 and not solved.candidate.recomputes
+        is_single = is_single and (not candidate.zero_open or solved.candidate.zero_stage == 1)
+        is_single = is_single and not solved.candidate.zero_stages
         is_single = is_single and solved.candidate.loss_chunks == candidate.loss_chunks
         return is_single or self._has_one_layout(candidate)
 
@@ -515,6 +518,7 @@ class Search:
         """The candidate with its fastest layout, whether or not it fits into memory."""
         setting = self.setting(candidate)
         solution = setting.solution(candidate.recompute)
+        candidate = replace(candidate, zero_open=False)
         stager = self._decided_stager(candidate, setting, solution)
         times = exact_times(stager)
         found = self._cuts(candidate, stager, times)
@@ -549,7 +553,7 @@ class Search:
         solved = self._with_layout(candidate, setting, setting.solution(candidate.recompute))
         pinned = candidate.tp == 1 or candidate.sequence_parallel is not None
         pinned = pinned or self._has_one_layout(candidate)
-        if pinned or (solved is not None and not solved.candidate.recomputes):
+        if pinned or (solved is not None and _has_room(candidate, solved)):
             return solved  # a pinned layout is not traded for memory
         found = [solved]
         tried: list[RecomputeName] = [candidate.recompute]
@@ -576,9 +580,14 @@ class Search:
         self, candidate: Candidate, setting: AnySetting, solution: Solution
     ) -> Solved | None:
         choice, found = self.chunk_choice(candidate, setting, solution), list[Solved]()
-        tried = [self._cuts(candidate, choice.whole)]
-        if candidate.loss_chunks > 1 or not any(map(choice.is_roomy, tried)):
-            tried.append(self._cuts(candidate, choice.roomiest()))
+        tried = list[tuple[tuple[int, ...], ...]]()
+        for variant in _zero_variants(candidate):
+            whole = replace(choice, whole=replace(choice.whole, candidate=variant))
+            tried.append(self._cuts(variant, whole.whole))
+            if candidate.loss_chunks > 1 or not any(map(whole.is_roomy, tried)):
+                tried.append(self._cuts(variant, whole.roomiest()))
+            elif variant.zero_stage == 1:
+                break  # with others it has no less to do
         for cuts in dict.fromkeys(itertools.chain.from_iterable(tried)):
             solved = self._simulated(choice, setting, solution, cuts)
             found += [solved] if solved is not None else []
@@ -588,10 +597,11 @@ class Search:
         self, choice: ChunkChoice, setting: AnySetting, solution: Solution, cuts: tuple[int, ...]
     ) -> Solved | None:
         """With these cuts; None where it does not fit."""
-        chosen = choice.within(cuts)
-        if chosen is None:
-            return None
-        return simulate_cuts(chosen.candidate, setting, solution, chosen, cuts)
+        found = (
+            simulate_cuts(chosen.candidate, setting, solution, chosen, cuts)
+            for chosen in with_stages_chosen(choice, cuts)
+        )
+        return min(found, key=lambda solved: solved.step_s, default=None)
 
     def _with_near_cuts(self, candidate: Candidate, solved: Solved) -> Solved:
         """A solved candidate with single cuts moved by a block, as long as that is faster: cuts are
@@ -686,6 +696,11 @@ class Search:
         )
 
 
+def _beyond(setting: AnySetting, both: Floats) -> dict[float, Floats]:
+    """What no layout is below, beyond ``both``, at prices of a kept byte."""
+    return {price: setting.priced(price) - both for price in setting.prices()}
+
+
 def _least_again_s(stager: Stager, setting: AnySetting, both: Floats, runs: Runs) -> Floats:
     """What no layout of a candidate is below that computes blocks again."""
     priced = {price: setting.priced(price) for price in setting.prices()}
@@ -736,6 +751,24 @@ def priced_layouts(setting: AnySetting) -> list[Solution]:
         found.setdefault((solution.choices, solution.states), solution)
     found.pop((fastest.choices, fastest.states), None)
     return list(found.values())
+
+
+def _zero_variants(candidate: Candidate) -> tuple[Candidate, ...]:
+    """A candidate that leaves its ZeRO stages open, with each of them for all blocks."""
+    if not candidate.zero_open:
+        return (candidate,)
+    return tuple(
+        replace(candidate, zero_stage=zero, zero_open=False)
+        for zero in range(1, candidate.zero_stage + 1)
+    )
+
+
+def _has_room(candidate: Candidate, solved: Solved) -> bool:
+    """Whether a layout that keeps less could do no less."""
+    found = solved.candidate
+    if candidate.zero_open and (found.zero_stage > 1 or found.zero_stages):
+        return False
+    return not found.recomputes
 
 
 def _keeping_ops(candidate: Candidate) -> Candidate:

@@ -252,9 +252,14 @@ def _zero_choices(
     to each block.
     """
     stages = [zero for zero in _zero_stages(mesh, pin) if pin.get("zero_stage", zero) == zero]
-    choice = str(pin.get(ZERO_PIN, "equal"))
-    if choice == "equal":
+    is_open = "zero_stage" not in pin and mesh.pp == 1 and not shares
+    choice = str(pin.get(ZERO_PIN, "open" if is_open else "equal"))
+    if choice == "equal" or (choice == "open" and shares):
         yield from ((zero, (), False) for zero in stages)
+    elif choice == "open":
+        yield from ((zero, (), False) for zero in stages if zero == 0)
+        if max(stages, default=0) > 0:
+            yield max(stages), (), max(stages) > 1
     elif not shares:
         exceptions = parse_zero_stages(choice)
         for zero in filter(None, stages):

@@ -66,6 +66,11 @@ class Stager:
         return np.array(candidate.zero_stages or [candidate.zero_stage] * self.costs.num_blocks)
 
     @functools.cached_property
+    def _buffered_stages(self) -> Ints:
+        """The same for what a stage has buffers of: where it is open, at the least none."""
+        return self.zero_stages * (0 if self.candidate.zero_open else 1)
+
+    @functools.cached_property
     def regathered(self) -> Floats:
         """1 for blocks that are gathered for each use. Where that is open none are, which takes
         least time.
@@ -168,6 +173,10 @@ class Stager:
         candidate = self.candidate
         return shard_numel(numel, expert_numel, num_shards=candidate.num_shards, ep=candidate.ep)
 
+    def sharded_numel(self) -> Floats:
+        """Elements of a rank's shards of the parameters of each block."""
+        return self._shard_numel(self.costs.shared_numel, self.costs.shared_expert_numel)
+
     def optimizer_s(self) -> Floats:
         """Seconds of clipping and the optimizer on the parameters of each block."""
         return self._optimizer_s
@@ -258,7 +267,7 @@ class Stager:
         if not candidate.per_block:
             each = [self._elements(np.arange(first, last + 1)) for first, last in runs]
             segments = np.array([elements.all for elements in each])
-        zero = self.zero_stages[own if candidate.per_block else [first for first, _ in runs]]
+        zero = self._buffered_stages[own if candidate.per_block else [i for i, _ in runs]]
         parameters = self._elements(own)
 
         def part(is_part: Bools) -> Elements:
@@ -335,6 +344,16 @@ class Stager:
         costs, again, by_op = self.costs, self.again(), self.by_op()
         found = costs.held_bytes * again + costs.rebuilt_bytes * (1 - again - by_op)
         return found + costs.op_rebuilt_bytes * by_op
+
+    def input_kept_bytes(self) -> Floats:
+        """Bytes of inputs that a micro-batch keeps of each block, recomputed or not."""
+        candidate = self.candidate
+        if not candidate.per_block:
+            return np.zeros(self.costs.num_blocks)
+        kept = self.costs.input_bytes.copy()
+        if candidate.schedule == "layered":
+            kept[-1] /= candidate.num_micro_batches  # it keeps one micro-batch at a time
+        return kept
 
     @functools.cached_property
     def _kept(self) -> tuple[Floats, Floats]:
@@ -472,7 +491,7 @@ class Stager:
         return self._updated(self.costs.shared_numel, self.costs.shared_expert_numel)
 
     @functools.cached_property
-    def _lost_shares(self) -> Floats:
+    def lost_shares(self) -> Floats:
         """What the allocator of each stage loses of what comes and goes."""
         pairs = zip(self.sites.memory, self.flying, strict=True)
         return np.array([memory.lost_share(overlap=bool(n > 1)) for memory, n in pairs])
@@ -521,7 +540,7 @@ class Stager:
         numbers = self.flying.copy()
         if candidate.schedule == "layered" and not candidate.per_block:
             numbers[-1] = 1  # the last segment has one micro-batch at a time
-        lost = 1 + self._lost_shares
+        lost = 1 + self.lost_shares
         room = self.sites.usable_bytes + ROUNDED_BYTES - self._context_bytes
         fixed = np.tile(parameters, (candidate.pp, 1))
         if candidate.has_parts:
@@ -605,8 +624,9 @@ class Stager:
         buffers, gathered = buffers * sizes.compute, np.zeros(numel[0].shape)
         if candidate.zero_stage and candidate.num_shards > 1:
             most = 2 if candidate.schedule == "layered" else 1
-            buffers = buffers + sizes.gradient * self._largest_segments(runs, ~is_summed, most=most)
-            gathered = sizes.compute * self._largest_segments(runs, ~is_kept, most=2)
+            scattered, regathered = self._buffered_stages >= 2, self._buffered_stages == 3
+            buffers = buffers + sizes.gradient * self._largest_segments(runs, scattered, most=most)
+            gathered = sizes.compute * self._largest_segments(runs, regathered, most=2)
         borders = np.append(costs.border_bytes, 0.0)
         messages = 2.0 * runs.at_ends(borders)
         temporary = np.maximum(runs.maxima(costs.temporary_bytes), buffers)
@@ -614,7 +634,7 @@ class Stager:
             fixed=fixed + self._context_bytes[runs.stage],
             beside=temporary + messages + gathered,
             floor=floor,
-            fragmentation=self._lost_shares[runs.stage],
+            fragmentation=self.lost_shares[runs.stage],
         )
 
     def _run_numel(self, runs: Runs | Rounds, part: Bools | None = None) -> ManyElements:

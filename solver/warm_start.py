@@ -34,7 +34,7 @@ def _distance(old: Plan, candidate: Candidate) -> tuple[float, ...]:
         + _factor(candidate.ep, mesh.ep),
         float(candidate.schedule != schedule.name)
         + _factor(candidate.virtual_stages, schedule.virtual_stages),
-        float(candidate.zero_stage != schedule.zero_stage),
+        float(candidate.zero_stage != schedule.zero_stage and not candidate.zero_open),
         _factor(candidate.micro_batch_size, old.batch.micro_batch_size),
         float(candidate.recompute not in (schedule.recompute, blocks)),
         _factor(candidate.dp_shard, mesh.dp_shard),

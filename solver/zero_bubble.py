@@ -33,6 +33,7 @@ Sums of parts are bounded by those of what no layout is below: t, f, g = i + w, 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -72,9 +73,13 @@ class PartBounds(StageBounds):
     """
 
     def __init__(
-        self, stager: Stager, times: StageTimes, again: AgainSeconds | None = None
+        self,
+        stager: Stager,
+        times: StageTimes,
+        again: AgainSeconds | None = None,
+        priced: Mapping[float, Floats] | None = None,
     ) -> None:
-        super().__init__(stager, times, again)
+        super().__init__(stager, times, again, priced)
         candidate, self.num = stager.candidate, stager.candidate.num_micro_batches
         self.left = np.minimum(self.num, 1 + np.arange(candidate.pp))
         self.way = (self.messages[0] - self.messages) / 2  # messages down to a stage
@@ -171,17 +176,33 @@ class PartBounds(StageBounds):
         forward_before = least_prefix(self.forward)[runs.first]
         arrived = np.maximum(forward_before + down + first, traffic.first_gather) + traffic.slower
         returned = forward_before + loop + down + first_s
+        more = self._more_s(runs, again)
         # with all weight parts, or with the last reductions after the last input part
         for begin, works, gathers in (
             (arrived, (num * sums.both, (num - 1) * sums.both + sums.early), 2 * num - 2),  # (A)
             (returned, self._first_returned(sums, whole, flying), 2 * num - flying - 1),  # (B)
         ):
             beside = (num - 1) * traffic.reductions + gathers * traffic.gathers
-            begin = begin + num * again + slowdown * beside + queued
+            begin = begin + num * again + slowdown * beside + queued + more
             bound = np.maximum(bound, begin + works[0] + traffic.last_end)
             bound = np.maximum(bound, begin + works[1] + traffic.all_end)
         bound = np.maximum(bound, traffic.stream)
         return np.where(np.isfinite(needed), bound, np.inf)
+
+    def _more_s(self, runs: Runs, again: Floats) -> Floats | float:
+        """(E) of ZeRO stages that are open, with what is computed again beyond ``again``."""
+        if self.open is None or not self.stager.candidate.per_block:
+            return 0.0
+        counted = np.maximum(0.0, 2 * self.num - self.stager.flying - 1)
+        slowdown = self.stager.sites.slowdown
+        gather, reduce = self.traffic_rows()
+        more = self.open.least_s(
+            runs,
+            (slowdown * counted)[:, None] * gather,
+            (slowdown * (self.num - 1))[:, None] * reduce,
+        )
+        kept = (slowdown * counted)[runs.stage] * runs.maxima(self.stager.gather_s())
+        return np.maximum(0.0, more - kept - self.num * again)
 
     def _first_returned(
         self, sums: StageTimes, whole: Floats, flying: Floats

@@ -27,12 +27,18 @@ from autopar.solver.share_search import ShareSearch
 from autopar.solver.solved import Solved, simulate_cuts
 from autopar.solver.stages import Stager
 from autopar.solver.virtual_cuts import virtual_cuts
+from autopar.solver.zero_choice import with_stages_chosen
 from tests.solver.layouts import all_layouts
 
 Blocks = frozenset[int]
 """Those that can be recomputed."""
 
 _ROUNDING = 1e-12
+
+_MIXED_LAYOUTS, _MIXED_BLOCKS, _MIXED_STAGES = 3, 2, 40
+"""So many layouts, and choices of what is computed again and of ZeRO stages for each, are looked at
+where blocks have stages of their own.
+"""
 
 
 class WholePlans:
@@ -47,6 +53,9 @@ class WholePlans:
         if candidate.virtual_stages > 1:
             yield from self._virtual_plans(candidate)
             return
+        if candidate.zero_open:
+            yield from self._zero_plans(candidate)
+            return
         if candidate.shares:
             yield from self._share_plans(candidate)
             return
@@ -55,6 +64,24 @@ class WholePlans:
         num = len(self.search.facts.model.blocks)
         for inner in itertools.combinations(range(1, num), candidate.pp - 1):
             yield from own.plans((0, *inner, num))
+
+    def _zero_plans(self, candidate: Candidate) -> Iterator[Solved]:
+        """With one ZeRO stage for all blocks; and of some layouts with stages of their own for
+        each, none of which could be lower.
+        """
+        setting, num = self.search.setting(candidate), len(self.search.facts.model.blocks)
+        for zero_stage in range(1, candidate.zero_stage + 1):
+            own = dataclasses.replace(candidate, zero_stage=zero_stage, zero_open=False)
+            yield from self.plans(own)
+        layouts = _Layouts(self.search, own, setting, self.layouts(setting)[:_MIXED_LAYOUTS])
+        for inner in itertools.combinations(range(1, num), candidate.pp - 1):
+            cuts = (0, *inner, num)
+            for number in range(len(layouts.solutions)):
+                for blocks in itertools.islice(layouts.least_blocks(number, cuts), _MIXED_BLOCKS):
+                    stager = layouts.recomputing(number, blocks)
+                    for mixed in itertools.islice(_lowest_stages(stager, cuts), _MIXED_STAGES):
+                        solution = layouts.solutions[number]
+                        yield simulate_cuts(mixed.candidate, setting, solution, mixed, cuts)
 
     def least_s(self, candidate: Candidate) -> float:
         """The fastest step of a candidate; inf where nothing fits."""
@@ -98,14 +125,13 @@ class WholePlans:
 
     def _virtual_plans(self, candidate: Candidate) -> Iterator[Solved]:
         """With virtual stages the space has one layout, a few cuts, and for each the blocks that
-        have to be computed again, and the chunks of the loss.
+        have to be computed again, the chunks of the loss, and a few choices of ZeRO stages.
         """
         search, setting = self.search, self.search.setting(candidate)
         solution = setting.solution(candidate.recompute)
         choice = search.chunk_choice(candidate, setting, solution)
         for cuts in virtual_cuts(search.stager(candidate, setting.whole)):
-            chosen = choice.within(cuts)
-            if chosen is not None:
+            for chosen in with_stages_chosen(choice, cuts):
                 yield simulate_cuts(chosen.candidate, setting, solution, chosen, cuts)
 
 
@@ -206,6 +232,31 @@ def choices(blocks: Blocks) -> Iterator[Again]:
 def is_less(one: Again, other: Again) -> bool:
     """Whether ``one`` computes nothing again that ``other`` does not."""
     return one.whole <= other.whole and one.by_op <= other.whole | other.by_op
+
+
+def _lowest_stages(stager: Stager, cuts: tuple[int, ...]) -> Iterator[Stager]:
+    """All choices of ZeRO stages that fit, of which no block could have a lower one."""
+    of_stages: list[list[tuple[int, ...]]] = []
+    num = stager.costs.num_blocks
+    for stage, (first, end) in enumerate(itertools.pairwise(cuts)):
+        found: list[tuple[int, ...]] = []
+        for own in sorted(itertools.product((1, 2, 3), repeat=end - first), key=sum):
+            if any(all(a <= b for a, b in zip(lower, own, strict=True)) for lower in found):
+                continue
+            stages = (3,) * first + own + (3,) * (num - end)
+            tried = _with_stages(stager, stages)
+            if tried.stage_bytes(stage, cuts) <= stager.sites.usable_bytes[stage]:
+                found.append(own)
+        of_stages.append(found)
+    for parts in itertools.product(*of_stages):
+        mixed = _with_stages(stager, tuple(itertools.chain.from_iterable(parts)))
+        if _fits(mixed, cuts) and mixed.candidate.per_block:
+            yield mixed
+
+
+def _with_stages(stager: Stager, stages: tuple[int, ...]) -> Stager:
+    candidate = dataclasses.replace(stager.candidate, zero_stages=stages)
+    return dataclasses.replace(stager, candidate=candidate)
 
 
 def _costs(stager: Stager) -> Floats:
