@@ -110,7 +110,8 @@ def _values(
             continue
         by_value: dict[object, list[float]] = {}
         for candidate, bound in bounds.items():
-            by_value.setdefault(getattr(candidate, field.name), []).append(bound)
+            for value in _decided(candidate, field.name):
+                by_value.setdefault(value, []).append(bound)
         if len(by_value) == 1:
             continue
         for value in sorted(by_value, key=_order):
@@ -124,6 +125,13 @@ def _values(
                 step_s=min(steps, default=None),
                 chosen=getattr(best.candidate, field.name) == value,
             )
+
+
+def _decided(candidate: Candidate, name: str) -> tuple[object, ...]:
+    """The values that a decision may have in a candidate."""
+    if name == "zero_stage" and candidate.zero_open:
+        return tuple(range(1, candidate.zero_stage + 1))
+    return (getattr(candidate, name),)
 
 
 def _order(value: object) -> tuple[int, int, str]:

@@ -23,8 +23,8 @@ from autopar.solver.stages import Stager
 _AT_TURN = 3
 """Blocks from the first one on, around which little is computed between two micro-batches."""
 
-_BEFORE = 0.5
-"""The share of what may be bought that is bought before blocks are kept from being computed again,
+_BEFORE = (0.25, 0.5, 1.0)
+"""Shares of what may be bought that are bought before blocks are kept from being computed again,
 where that may pay.
 """
 
@@ -50,12 +50,17 @@ def with_stages_chosen(choice: ChunkChoice, cuts: tuple[int, ...]) -> Iterator[S
     """What fits into memory with these cuts, its ZeRO stages chosen in a few ways; nothing where it
     does not fit. A candidate that leaves no stages open has one way.
     """
-    candidate = choice.whole.candidate
-    if not candidate.zero_open:
-        found = choice.within(cuts)
-        if found is not None:
-            yield found
+    if choice.whole.candidate.zero_open:
+        yield from {found.candidate: found for found in _ways(choice, cuts)}.values()
         return
+    found = choice.within(cuts)
+    if found is not None:
+        yield found
+
+
+def _ways(choice: ChunkChoice, cuts: tuple[int, ...]) -> Iterator[Stager]:
+    """With one stage for all blocks, and with what is left of the memory spent on lower ones."""
+    candidate = choice.whole.candidate
     highest: Stager | None = None
     for zero_stage in range(1, candidate.zero_stage + 1):
         found = with_stage(choice, zero_stage).within(cuts)
@@ -116,29 +121,28 @@ def _unlike(stager: Stager, is_open: bool, cuts: tuple[int, ...]) -> Iterator[St
         return
     open_again = replace(stager.candidate, recompute="blocks", recomputed_blocks=())
     able = replace(stager, candidate=open_again)
-    counts = [
-        _bought_before(able, stage, cuts, own[: round(_BEFORE * len(own))])
-        for stage, own in enumerate(lists)
-    ]
-    fitted = fitting(_with(able, lists, counts), cuts)
-    if fitted is not None:
+    for share in _BEFORE:
         counts = [
-            _bought_after(fitted, stage, cuts, own, counts[stage])
+            _bought_before(able, stage, cuts, own[: round(share * len(own))])
             for stage, own in enumerate(lists)
         ]
-        yield from _decided(fitted, lists, counts, cuts)
+        fitted = fitting(_with(able, lists, counts), cuts)
+        if fitted is not None:
+            counts = [
+                _bought_after(fitted, stage, cuts, own, counts[stage])
+                for stage, own in enumerate(lists)
+            ]
+            yield from _decided(fitted, lists, counts, cuts)
 
 
 def _may_pay(stager: Stager, lists: Sequence[Sequence[Purchase]]) -> bool:
     """Whether a byte may save more communication than computing again, were none of it hidden."""
-    candidate, costs = stager.candidate, stager.costs
-    again = list(candidate.recomputed_blocks)
+    costs = stager.costs
+    saved = costs.held_bytes * costs.again("full") * float(stager.flying.max())
+    seconds = stager.candidate.num_micro_batches * np.atleast_2d(costs.forward_s).min(axis=0)
     rates = [purchase.rate for own in lists for purchase in own]
-    if not again or not rates:
-        return False
-    seconds = candidate.num_micro_batches * np.atleast_2d(costs.forward_s)[:, again].min(axis=0)
-    saved = costs.held_bytes[again] * float(stager.flying.max())
-    return max(rates) > float((seconds / np.maximum(saved, 1.0)).min())
+    again = (seconds[saved > 0] / saved[saved > 0]).min(initial=math.inf)
+    return max(rates, default=0.0) > float(again)
 
 
 def purchases(stager: Stager, stage: int, cuts: Sequence[int]) -> list[Purchase]:
