@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from autopar.ir.explain_search import objective, rejected, runners_up, shadow_prices
 from autopar.ir.tables import named_rows
 from autopar.ir.units import bytes_text, seconds_text
-from autopar.ir.zero_stages import zero_text
+from autopar.ir.zero_stages import block_zero_stages, zero_text
 
 if TYPE_CHECKING:
     from autopar.ir.plan import Plan, Prediction, SegmentPlan
@@ -114,6 +114,7 @@ def _stages(plan: Plan) -> str:
         runs = _runs((segment.first_block, segment.last_block) for segment in held)
         again = _listed(plan.schedule.recomputed_blocks, held)
         by_op = _listed(plan.schedule.recomputed_by_op, held)
+        lower = _lower_stages(plan, held)
         own = [rank.nodes for rank in plan.prediction.ranks if rank.stage == stage and rank.nodes]
         nodes = " and ".join(own)
         lines.append(
@@ -123,6 +124,7 @@ def _stages(plan: Plan) -> str:
                 + (f" on {nodes}" if nodes else "")
                 + (f", computed again: {again}" if again else "")
                 + (f", computed again by op: {by_op}" if by_op else ""),
+                + (f", {lower}" if lower else ""),
             )
         )
     return named_rows(lines)
@@ -136,6 +138,33 @@ def _recompute(plan: Plan) -> str:
     whole, by_op = len(schedule.recomputed_blocks), len(schedule.recomputed_by_op)
     parts = [f"{whole} whole"] * (whole > 0) + [f"{by_op} by op"] * (by_op > 0)
     return f"blocks ({', '.join(parts) or 'none'} of {num})"
+
+
+def _lower_stages(plan: Plan, held: Sequence[SegmentPlan]) -> str:
+    """Blocks of ``held`` that stay gathered or whose gradients are accumulated whole, where others
+    do not, and the seconds of communication that this saves them in a step.
+    """
+    if not plan.schedule.zero_stages:
+        return ""
+    stages, costs = block_zero_stages(plan), plan.prediction.action_costs
+    highest = max(stages)
+    num = 1 if plan.schedule.name == "layered" else plan.batch.num_micro_batches
+    texts: list[str] = []
+    for level, what in ((2, "gathered once"), (1, "gradients reduced once")):
+        lower = [part for part in held if stages[part.first_block] <= level < highest]
+        if not lower:
+            continue
+        text = f"{what}: {_runs((part.first_block, part.last_block) for part in lower)}"
+        if costs is not None:
+            own = [costs.segments[plan.segments.index(part)] for part in lower]
+            saved = (
+                (2 * num - 1) * sum(cost.gather_s for cost in own)
+                if level == 2
+                else (num - 1) * sum(cost.reduce_s for cost in own)
+            )
+            text += f" (up to {seconds_text(saved)} of communication less)"
+        texts.append(text)
+    return ", ".join(texts)
 
 
 def _listed(blocks: Sequence[int], held: Sequence[SegmentPlan]) -> str:

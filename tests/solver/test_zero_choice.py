@@ -26,8 +26,7 @@ def needed(zero_stage: int, batch: int, schedule: str = "1f1b") -> int:
     return plan(pin=pin, batch=batch).prediction.fullest.peak_bytes
 
 
-@pytest.mark.parametrize("batch", [16, 64])
-@pytest.mark.parametrize("share", [0.2, 0.6])
+@pytest.mark.parametrize(("batch", "share"), [(16, 0.2), (16, 0.6), (64, 0.2)])
 def test_memory_between_two_stages_is_used_by_blocks_of_both(batch: int, share: float) -> None:
     lowest, highest = (needed(zero_stage, batch) for zero_stage in (1, 3))
     assert highest < lowest
@@ -45,6 +44,8 @@ def test_memory_between_two_stages_is_used_by_blocks_of_both(batch: int, share: 
     assert simulate_plan(found).step_s == pytest.approx(found.prediction.step_s, rel=1e-12)
     for name, stage in found.schedule.zero_stages.items():
         assert f"{stage} of blocks {name}" in found.explain()
+    assert "gathered once: " in found.explain()
+    assert "of communication less" in found.explain()
 
 
 def test_pinned_stages_of_blocks_give_the_step_that_was_chosen() -> None:
