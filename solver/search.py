@@ -375,7 +375,8 @@ class Search:
         key = (
             *(candidate.pp, candidate.dp, candidate.num_shards, candidate.zero_stage),
             *(candidate.num_micro_batches if candidate.schedule == "layered" else 0,),
-            *(candidate.recompute, candidate.group_order, *self.setting_key(candidate)),
+            *(candidate.recompute, candidate.group_order, candidate.zero_stages),
+            *self.setting_key(candidate),
         )
         if key not in self._fits:
             self._fits[key] = stager.may_fit()

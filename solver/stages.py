@@ -513,7 +513,7 @@ class Stager:
         )
         needed = float(self._parameter_bytes(numel, kept_whole, summed)[0])
         if candidate.schedule != "layered":  # where the last segment's counts in part
-            needed += float(self._least_kept()[1].sum() * (1 + self._lost_shares.min()))
+            needed += float(self._least_kept()[1].sum() * (1 + self.lost_shares.min()))
         room = self.sites.usable_bytes + ROUNDED_BYTES - self._context_bytes
         return needed <= float(room.sum()) * _ABOVE
 

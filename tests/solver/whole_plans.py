@@ -73,7 +73,8 @@ class WholePlans:
         for zero_stage in range(1, candidate.zero_stage + 1):
             own = dataclasses.replace(candidate, zero_stage=zero_stage, zero_open=False)
             yield from self.plans(own)
-        layouts = _Layouts(self.search, own, setting, self.layouts(setting)[:_MIXED_LAYOUTS])
+        highest = dataclasses.replace(candidate, zero_open=False)
+        layouts = _Layouts(self.search, highest, setting, self.layouts(setting)[:_MIXED_LAYOUTS])
         for inner in itertools.combinations(range(1, num), candidate.pp - 1):
             cuts = (0, *inner, num)
             for number in range(len(layouts.solutions)):
