@@ -54,8 +54,11 @@ class OpenStages:
         self.least = stager.least_run_bytes()
         self.lost = 1 + stager.lost_shares
         self.inputs = stager.input_kept_bytes()
-        able = costs.held_bytes[self.least.again < self.least.kept]
-        self.rebuilt = float(min(able, default=0.0))  # one is there again
+        able = candidate.leaves_again_open & (self.least.again < self.least.kept)
+        by_op = candidate.leaves_again_open & (self.least.by_op < self.least.kept)
+        parts = (costs.held_bytes[able], costs.op_rebuilt_bytes[by_op])
+        self.rebuilt = float(np.concatenate(parts).min(initial=math.inf)) if able.any() else 0.0
+        self.is_able = able, by_op  # blocks that can be computed again, and their ops
 
     def least_s(
         self, runs: Runs, gathers: Floats, reductions: Floats, *, computes: bool = True
@@ -198,33 +201,39 @@ class OpenStages:
         """
         candidate = self.stager.candidate
         num, flying = candidate.num_micro_batches, np.maximum(self.stager.flying, 1e-9)
-        forward = self.stager.costs.forward_s * (num if computes else 0)
-        least, is_open = self.least, not self._is_decided
-        able = (least.again < least.kept) & is_open
+        forward, ops = self._again_s(computes=computes)
+        least, (able, by_op) = self.least, self.is_able
         for rate, values in self.priced.items() if computes else ():
             found = np.broadcast_to(num * (values + rate * self.inputs), gathers.shape)
             yield num * rate / flying, found, found
-        for price in self._rates(gathers, reductions, forward):
-            kept = (price * flying)[:, None] * least.kept
-            again = (price * flying)[:, None] * least.again + forward
-            yield price, kept, np.where(able, again, np.inf)
+        for price in self._rates(gathers, reductions, forward, ops):
+            of_kept = (price * flying)[:, None]
+            again = np.where(able, of_kept * least.again + forward, np.inf)
+            again = np.minimum(again, np.where(by_op, of_kept * least.by_op + ops, np.inf))
+            yield price, of_kept * least.kept, again
 
-    @property
-    def _is_decided(self) -> bool:
-        candidate = self.stager.candidate
-        return candidate.recompute != "blocks" or bool(candidate.recomputed_blocks)
+    def _again_s(self, *, computes: bool) -> tuple[Floats, Floats]:
+        """Seconds of a step in which blocks are computed again, and their ops are."""
+        costs = self.stager.costs
+        num = self.stager.candidate.num_micro_batches if computes else 0
+        return costs.forward_s * num, costs.op_again_s * num
 
-    def _rates(self, gathers: Floats, reductions: Floats, forward: Floats) -> Iterator[Floats]:
+    def _rates(
+        self, gathers: Floats, reductions: Floats, forward: Floats, ops: Floats
+    ) -> Iterator[Floats]:
         """Prices at which the choice of a block changes."""
-        saved = self.least.kept - self.least.again
-        of_stage = np.maximum(self.stager.flying, 1e-9)
-        every = [
-            _distinct(gathers * self.lost[:, None], self.kept),
-            _distinct(reductions * self.lost[:, None], self.summed),
-        ]
-        if not self._is_decided and forward.any():
-            rows = np.broadcast_to(forward, gathers.shape) / of_stage[:, None]
-            every.append(_distinct(rows, saved))
+        least, (able, by_op) = self.least, self.is_able
+        rows = [gathers * self.lost[:, None], reductions * self.lost[:, None]]
+        every = [_distinct(rows[0], self.kept), _distinct(rows[1], self.summed)]
+        flying = np.maximum(self.stager.flying, 1e-9)[:, None]
+        again = (
+            (forward, (least.kept - least.again) * able),
+            (ops, (least.kept - least.by_op) * by_op),
+            (forward - ops, (least.by_op - least.again) * able * by_op),
+        )
+        for seconds, saved in again:
+            if seconds.any():
+                every.append(_distinct(np.broadcast_to(seconds, gathers.shape) / flying, saved))
         for rates in every:
             yield from rates
 

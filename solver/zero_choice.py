@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.solver.choose_again import again_on
 from autopar.solver.chunk_choice import ChunkChoice, fitting
 from autopar.solver.loss_chunks import NUMBERS
-from autopar.solver.recomputing import again_on
 from autopar.solver.runs import on_stage
 from autopar.solver.stages import Stager
 
@@ -72,7 +72,7 @@ def _ways(choice: ChunkChoice, cuts: tuple[int, ...]) -> Iterator[Stager]:
         highest = found
     if highest is None or highest.candidate.zero_stage == 1:
         return
-    is_open = candidate.recompute == "blocks"
+    is_open = candidate.leaves_again_open
     yield from _unlike(highest, is_open, cuts)
     if candidate.virtual_stages == 1:
         for found in _in_more_chunks(choice, highest, cuts):
@@ -109,7 +109,7 @@ def is_free(stager: Stager) -> bool:
     """Whether nothing is computed again, and the loss is whole."""
     candidate = stager.candidate
     open_chunks = candidate.chunks_open and candidate.loss_chunks > 1
-    return not candidate.recomputed_blocks and not open_chunks
+    return not candidate.recomputes and not open_chunks
 
 
 def _unlike(stager: Stager, is_open: bool, cuts: tuple[int, ...]) -> Iterator[Stager]:
@@ -119,7 +119,9 @@ def _unlike(stager: Stager, is_open: bool, cuts: tuple[int, ...]) -> Iterator[St
     yield from _decided(stager, lists, counts, cuts)
     if not (is_open and _may_pay(stager, lists)):
         return
-    open_again = replace(stager.candidate, recompute="blocks", recomputed_blocks=())
+    open_again = replace(
+        stager.candidate, recompute="blocks", recomputed_blocks=(), recomputed_by_op=()
+    )
     able = replace(stager, candidate=open_again)
     for share in _BEFORE:
         counts = [

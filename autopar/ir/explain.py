@@ -123,7 +123,7 @@ def _stages(plan: Plan) -> str:
                 f"blocks {runs} in {len(held)} segment{'s' * (len(held) != 1)}"
                 + (f" on {nodes}" if nodes else "")
                 + (f", computed again: {again}" if again else "")
-                + (f", computed again by op: {by_op}" if by_op else ""),
+                + (f", computed again by op: {by_op}" if by_op else "")
                 + (f", {lower}" if lower else ""),
             )
         )

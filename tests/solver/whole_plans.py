@@ -78,8 +78,8 @@ class WholePlans:
         for inner in itertools.combinations(range(1, num), candidate.pp - 1):
             cuts = (0, *inner, num)
             for number in range(len(layouts.solutions)):
-                for blocks in itertools.islice(layouts.least_blocks(number, cuts), _MIXED_BLOCKS):
-                    stager = layouts.recomputing(number, blocks)
+                for again in itertools.islice(layouts.least_again(number, cuts), _MIXED_BLOCKS):
+                    stager = layouts.recomputing(number, again)
                     for mixed in itertools.islice(_lowest_stages(stager, cuts), _MIXED_STAGES):
                         solution = layouts.solutions[number]
                         yield simulate_cuts(mixed.candidate, setting, solution, mixed, cuts)
