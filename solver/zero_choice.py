@@ -23,8 +23,8 @@ from autopar.solver.stages import Stager
 _AT_TURN = 3
 """Blocks from the first one on, around which little is computed between two micro-batches."""
 
-_BEFORE = (0.25, 0.5, 1.0)
-"""Shares of what may be bought that are bought before blocks are kept from being computed again,
+_MORE = (1, 4, 16, 1024)
+"""So many purchases more than have room come before blocks are kept from being computed again,
 where that may pay.
 """
 
@@ -123,9 +123,10 @@ def _unlike(stager: Stager, is_open: bool, cuts: tuple[int, ...]) -> Iterator[St
         stager.candidate, recompute="blocks", recomputed_blocks=(), recomputed_by_op=()
     )
     able = replace(stager, candidate=open_again)
-    for share in _BEFORE:
+    room = counts
+    for more in _MORE:
         counts = [
-            _bought_before(able, stage, cuts, own[: round(share * len(own))])
+            _bought_before(able, stage, cuts, own[: room[stage] + more])
             for stage, own in enumerate(lists)
         ]
         fitted = fitting(_with(able, lists, counts), cuts)
