@@ -8,6 +8,8 @@ import pytest
 from autopar.capture import capture
 from autopar.ir.errors import InputError
 from autopar.ir.families import Family, family_of
+from autopar.ir.graph import info
+from autopar.ir.placement import REPLICATED
 from autopar.solver.candidates import Way
 from autopar.solver.cuts import layer_cuts
 from autopar.solver.hardware import Cluster
@@ -156,3 +158,18 @@ def test_kernels_are_checked_before_the_model_is_captured():
 
     with pytest.raises(InputError, match="no kernels are called"):
         check_pins({"kernel": "magic"}, Cluster("a100-80gb"), 8)
+
+
+def test_what_ranks_gathered_of_a_recomputed_value_is_kept(facts):
+    """Both norms of a layer are computed again; that their results are gathered is not."""
+    made = setting(facts, sequence_parallel=True)
+    problem, solution = made.op_solver().problem, made.solution("none")
+    layer = problem.kinds.index(facts.model.blocks[1].kind)
+    never = [
+        dataclasses.replace(held, free=frozenset(range(100)) if held.moved else held.free)
+        for held in problem.held
+    ]
+    kept = kind_costs(problem, solution)[layer].held_bytes
+    without = kind_costs(dataclasses.replace(problem, held=tuple(never)), solution)[layer]
+    whole = next(iter(facts.model.kind_of(facts.model.blocks[1]).placeholders))
+    assert kept - without.held_bytes == 2 * made.coster.bytes(info(whole).tensor, REPLICATED)
