@@ -252,8 +252,7 @@ def _zero_choices(
     to each block.
     """
     stages = [zero for zero in _zero_stages(mesh, pin) if pin.get("zero_stage", zero) == zero]
-    is_open = "zero_stage" not in pin and mesh.pp == 1 and not shares
-    choice = str(pin.get(ZERO_PIN, "open" if is_open else "equal"))
+    choice = str(pin.get(ZERO_PIN, "equal"))
     if choice == "equal" or (choice == "open" and shares):
         yield from ((zero, (), False) for zero in stages)
     elif choice == "open":

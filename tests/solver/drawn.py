@@ -25,6 +25,11 @@ Draw = Callable[[st.SearchStrategy[Value]], Value]
 
 FACTORS = (0.1, 1.0, 10.0, 1000.0)
 STEPS = st.tuples(st.sampled_from(["linear", "relu", "add", "mul"]), st.integers(0, 3))
+PINS: list[dict[str, int | str]] = [
+    {},
+    {"loss_chunks": 1},
+    {"loss_chunks": 1, "zero_stages": "open"},
+]
 DECISIONS = ("pp", "tp", "zero_stage", "schedule", "micro_batch_size", "virtual_stages")
 
 
@@ -186,7 +191,7 @@ def instances(
     training, batch = draw(TRAININGS), draw(batches(cluster))
     shares = st.sampled_from([None, None, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5])
     share, *others = [draw(shares) for _ in cluster.groups]
-    pin: dict[str, int | str] = draw(st.sampled_from([{}, {"loss_chunks": 1}, {"loss_chunks": 1}]))
+    pin: dict[str, int | str] = draw(st.sampled_from(PINS))
     found = made(model, cluster, batch, training, pin)
     names = draw(st.permutations(DECISIONS))
     like = draw(st.integers(0, 2**16))

@@ -17,6 +17,7 @@ from autopar.solver.zero_choice import with_stages_chosen
 from tests.solver.small import FOUR, MODEL, instance, plan
 
 SINGLE: Pins = {"pp": 1, "tp": 1, "dp_shard": 4, "schedule": "1f1b", "micro_batch_size": 1}
+OPEN: Pins = {**SINGLE, "zero_stages": "open"}
 CUTS = (0, len(MODEL.blocks))
 
 
@@ -31,7 +32,7 @@ def test_memory_between_two_stages_is_used_by_blocks_of_both(batch: int, share: 
     lowest, highest = (needed(zero_stage, batch) for zero_stage in (1, 3))
     assert highest < lowest
     tight = FOUR.with_memory(int(highest + share * (lowest - highest)))
-    pin = {**SINGLE, "recompute": "none"}
+    pin = {**OPEN, "recompute": "none"}
     found = plan(tight, pin, batch=batch)
     equal = plan(tight, {**pin, "zero_stages": "equal"}, batch=batch)
     stages = block_zero_stages(found)
@@ -50,7 +51,7 @@ def test_memory_between_two_stages_is_used_by_blocks_of_both(batch: int, share: 
 
 def test_pinned_stages_of_blocks_give_the_step_that_was_chosen() -> None:
     lowest, highest = (needed(zero_stage, 16) for zero_stage in (1, 3))
-    tight, pin = FOUR.with_memory((highest + lowest) // 2), {**SINGLE, "recompute": "none"}
+    tight, pin = FOUR.with_memory((highest + lowest) // 2), {**OPEN, "recompute": "none"}
     found = plan(tight, pin, batch=16)
     text = ", ".join(f"{name}={stage}" for name, stage in found.schedule.zero_stages.items())
     again = plan(
@@ -63,14 +64,15 @@ def test_pinned_stages_of_blocks_give_the_step_that_was_chosen() -> None:
 
 
 def test_with_memory_for_all_nothing_is_gathered_or_reduced_twice() -> None:
-    found = plan(pin=SINGLE, batch=64)
+    found = plan(pin=OPEN, batch=64)
     assert found.schedule.zero_stage == 1
     assert found.schedule.zero_stages == {}
 
 
-def test_several_stages_have_them_open_where_that_is_pinned() -> None:
+@pytest.mark.parametrize("pp", [1, 2])
+def test_they_are_open_where_that_is_pinned(pp: int) -> None:
     opened, closed = (
-        instance(pin={"pp": 2, **pin}).candidates for pin in ({"zero_stages": "open"}, {})
+        instance(pin={"pp": pp, **pin}).candidates for pin in ({"zero_stages": "open"}, {})
     )
     assert {c.zero_open for c in opened if c.zero_stage} == {True}
     assert not any(c.zero_open for c in closed)
@@ -81,7 +83,7 @@ def test_several_stages_have_them_open_where_that_is_pinned() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "layered"])
 def test_no_choice_of_stages_is_faster_than_what_is_proved(share: float, schedule: str) -> None:
     """All of them, one by one, and whatever is computed again."""
-    pin = {**SINGLE, "schedule": schedule, "loss_chunks": 1}
+    pin = {**OPEN, "schedule": schedule, "loss_chunks": 1}
     lowest, highest = (needed(zero_stage, 16, schedule) for zero_stage in (1, 3))
     made = instance(FOUR.with_memory(int(highest + share * (lowest - highest))), pin, batch=16)
     (candidate,) = (c for c in made.candidates if c.recompute == "blocks")
