@@ -264,8 +264,10 @@ def test_a_saved_plan_reads_back(tmp_path_factory: pytest.TempPathFactory, plan:
 
 def records(document: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
     """Paths of all objects that are records, not maps from names: their fields are known."""
-    maps = ("pins", "parameters", "layout", "bytes_by_cause", "seconds_by_cause", "fates")
-    maps += ("zero_stages",)
+    maps = (
+        *("pins", "parameters", "layout", "zero_stages"),
+        *("bytes_by_cause", "seconds_by_cause", "fates"),
+    )
     found: list[tuple[str | int, ...]] = []
     if isinstance(document, dict):
         is_map = bool(path) and (path[-1] in maps or path[-2:-1] == ("layout",))
