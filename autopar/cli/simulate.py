@@ -8,6 +8,7 @@ import json
 from autopar import api
 from autopar.ir.plan import Plan, read_plan
 from autopar.ir.units import bytes_text, seconds_text
+from autopar.ir.zero_stages import zero_text
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,9 +43,10 @@ def _text(plan: Plan, simulation: api.Simulation) -> str:
     extra = f", {schedule.extra_in_flight} more in flight" * (schedule.extra_in_flight > 0)
     extra += f", loss in {schedule.loss_chunks} chunks" * (schedule.loss_chunks > 1)
     extra += ", optimizer state offloaded" * schedule.offload_optimizer
+    zero = zero_text(schedule.zero_stage, schedule.zero_stages)
     title = (
         f"step {seconds_text(simulation.step_s)}: {schedule.name}{virtual}{extra}, ZeRO stage "
-        f"{schedule.zero_stage}, {batch.num_micro_batches} micro-batches"
+        f"{zero}, {batch.num_micro_batches} micro-batches"
     )
     rows = [("stage", "busy", "exposed", "waiting", "bubble", "holds at most")]
     rows += [

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from autopar.ir.explain_search import objective, rejected, runners_up, shadow_prices
+from autopar.ir.kernels import DEFAULT_KERNELS
 from autopar.ir.tables import named_rows
 from autopar.ir.units import bytes_text, seconds_text
 from autopar.ir.zero_stages import block_zero_stages, zero_text
@@ -75,7 +76,8 @@ def _decisions(plan: Plan) -> str:
             + f", loss in {schedule.loss_chunks} chunks" * (schedule.loss_chunks > 1)
             + ", optimizer state offloaded" * schedule.offload_optimizer
             + f", ZeRO stage {zero_text(schedule.zero_stage, schedule.zero_stages)}"
-            + f", recompute {_recompute(plan)}",
+            + f", recompute {_recompute(plan)}"
+            + f", kernels {schedule.kernels}" * (schedule.kernels != DEFAULT_KERNELS),
         ),
         (
             "training",

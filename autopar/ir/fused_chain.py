@@ -128,10 +128,15 @@ def _traced(kernel: Kernel, arguments: Sequence[Tensor]) -> fx.GraphModule:
     return traced
 
 
-_tracing = threading.Lock()  # PyTorch traces one thread at a time
+_tracing = threading.RLock()  # while one thread traces, others cannot even run what is compiled
 
 
 def _compiled(module: fx.GraphModule) -> Kernel:
     backend = os.environ.get(COMPILER, "inductor")
     compiled: Kernel = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
-    return compiled
+
+    def run(*given: Tensor) -> Sequence[Tensor]:
+        with _tracing:
+            return compiled(*given)
+
+    return run

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from autopar.ir.errors import InputError, PlanFormatError
 from autopar.ir.explain import explain
-from autopar.ir.kernels import DEFAULT_KERNELS
+from autopar.ir.kernels import DEFAULT_KERNELS, parse_kernels
 from autopar.ir.layout import Layout, NodeTyping
 from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, TENSOR_AXIS, Mesh
 from autopar.ir.placement import Placement, parse_state
@@ -724,6 +724,12 @@ def _check_settings(plan: Plan, where: str) -> None:
     for name, (value, is_possible) in ranges.items():
         if not is_possible:
             raise PlanFormatError(f"field {name}: {value} is out of range", where=where)
+    try:
+        parse_kernels(schedule.kernels)
+    except InputError as error:
+        raise PlanFormatError(
+            f"field schedule.kernels: {error.what}", where=where, hint=error.hint
+        ) from None
 
 
 def read_plan(path: str | Path) -> Plan:

@@ -25,6 +25,17 @@ def test_the_step_is_that_of_the_plan(plan_file: Path, capfd: pytest.CaptureFixt
     assert len(lines) == 4
 
 
+def test_zero_stages_of_blocks_are_told(
+    plan_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    document = json.loads(plan_file.read_text())
+    last = document["segments"][-1]["last_block"]
+    document["schedule"] |= {"zero_stage": 3, "zero_stages": {f"0-{last}": 2}}
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    lines = run(capfd, "simulate", tmp_path / "plan.json").out.splitlines()
+    assert f"ZeRO stage 3, 2 of blocks 0-{last}, " in lines[0]
+
+
 def test_a_trace_replaces_the_old_one(
     plan_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -478,6 +478,18 @@ def test_recomputed_blocks_are_those_of_the_plan(changes: dict[str, object], sai
         from_json(to_json(dataclasses.replace(plan, schedule=schedule)))
 
 
+def test_kernels_are_told_where_they_are_others_and_refused_where_there_are_none() -> None:
+    plan = _planned()
+    assert "kernels" not in plan.explain()
+    fused, unknown = (
+        dataclasses.replace(plan, schedule=dataclasses.replace(plan.schedule, kernels=kernels))
+        for kernels in ("eager + fused norms", "eager + fused all")
+    )
+    assert ", kernels eager + fused norms\n" in from_json(to_json(fused)).explain()
+    with pytest.raises(PlanFormatError, match=r"field schedule\.kernels: no kernels are called"):
+        from_json(to_json(unknown))
+
+
 def test_plans_from_before_recomputation_by_op_are_read() -> None:
     plan = _planned()
     document = json.loads(to_json(plan))
