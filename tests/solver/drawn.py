@@ -225,6 +225,8 @@ def narrowed(instance: Instance, names: Sequence[str], like: int, max_candidates
         if len(instance.candidates) <= max_candidates:
             break
         pin[name] = getattr(chosen, name)
+        if pin.get("zero_stage") == 0:  # then blocks have no others
+            pin.pop("zero_stages", None)
         instance = instance.on(instance.cluster, pin=pin)
     return instance
 
