@@ -12,29 +12,26 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from torch import fx
 
-from autopar.ir.chains import chains_of
-from autopar.ir.families import LINEAR, Family, family_of
+from autopar.ir.chains import chains_of, is_linear
+from autopar.ir.families import Family, family_of
 from autopar.ir.fused_chain import FusedChain
 from autopar.ir.graph import BlockKind, info, set_info
 from autopar.ir.kernels import KernelSet
 from autopar.ir.mesh import Mesh
-from autopar.ir.recompute import op_name
 from autopar.passes.base import with_graph
 from autopar.passes.verify_shapes import verify_shapes
 
 
 def fuse_chains(local: BlockKind, kernels: KernelSet, mesh: Mesh) -> BlockKind:
     """The local form of a kind, with each chain that ``kernels`` fuse as a ``FusedChain``."""
-    chains: list[set[fx.Node]] = []
     chain_of: dict[fx.Node, set[fx.Node]] = {}
     for found in chains_of(local.graph, kernels):
         chain = _closed(found, chain_of)
         if chain is not None and chain_of.keys().isdisjoint(chain):
-            chains.append(chain)
             chain_of.update(dict.fromkeys(chain, chain))
-    if not chains:
+    if not chain_of:
         return local
-    fused = with_graph(local, _with_calls(local.graph, chains))
+    fused = with_graph(local, _with_calls(local.graph, chain_of))
     verify_shapes(fused, mesh)
     return fused
 
@@ -74,11 +71,10 @@ def _reached(
     return found
 
 
-def _with_calls(graph: fx.Graph, chains: list[set[fx.Node]]) -> fx.Graph:
+def _with_calls(graph: fx.Graph, chain_of: Mapping[fx.Node, set[fx.Node]]) -> fx.Graph:
     """``graph`` with each chain as a call, where all that it reads is made."""
     changed = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    chain_of = {node: number for number, chain in enumerate(chains) for node in chain}
     order = {node: place for place, node in enumerate(graph.nodes)}
 
     def place(wanted: fx.Node) -> None:
@@ -89,7 +85,7 @@ def _with_calls(graph: fx.Graph, chains: list[set[fx.Node]]) -> fx.Graph:
             if node in copies:
                 todo.pop()
                 continue
-            chain = chains[chain_of[node]] if node in chain_of else {node}
+            chain = chain_of.get(node, {node})
             reads = _reads(chain, order)
             missing = [other for other in reads if other not in copies]
             if missing:
@@ -125,11 +121,10 @@ def _call(
         inside[node] = function.node_copy(node, inside.__getitem__)
     function.output(tuple(inside[node] for node in made))
     module = fx.GraphModule({}, function, class_name="Chain")
-    is_linear = all(op_name(node) in LINEAR or _is_view(node) for node in chain)
     tensors = tuple(info(node).tensor for node in made)
     learned = tuple(tensor.requires_grad for tensor in tensors)
     called = changed.call_function(
-        FusedChain(module, is_linear=is_linear, learned=learned),
+        FusedChain(module, is_linear=is_linear(chain), learned=learned),
         tuple(copies[node] for node in reads),
     )
     set_info(called, dataclasses.replace(info(chain[-1]), tensors=tensors, is_tuple=True))

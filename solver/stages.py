@@ -506,12 +506,7 @@ class Stager:
         """
         candidate, costs = self.candidate, self.costs
         whole = Runs(stage=np.array(0), first=np.array(0), end=np.array(costs.num_blocks))
-        numel = self._run_numel(whole)
-        kept_whole, summed = (
-            self._part_numel(whole, numel, part)
-            for part in (self.zero_stages <= 2, self.zero_stages <= 1)
-        )
-        needed = float(self._parameter_bytes(numel, kept_whole, summed)[0])
+        needed = float(self._run_parameter_bytes(whole, self._run_numel(whole))[0])
         if candidate.schedule != "layered":  # where the last segment's counts in part
             needed += float(self._least_kept()[1].sum() * (1 + self.lost_shares.min()))
         room = self.sites.usable_bytes + ROUNDED_BYTES - self._context_bytes
@@ -612,15 +607,12 @@ class Stager:
         arrays, and held to it by a test.
         """
         costs, candidate, sizes = self.costs, self.candidate, self.sizes
-        is_kept, is_summed = self.zero_stages <= 2, self.zero_stages <= 1
         numel = self._run_numel(runs)
-        fixed, floor = self._parameter_bytes(
-            numel, self._part_numel(runs, numel, is_kept), self._part_numel(runs, numel, is_summed)
-        )
+        fixed, floor = self._run_parameter_bytes(runs, numel)
         if candidate.offload_optimizer:
             updated, of_block = self._updated(*numel), runs.maxima(self._block_updated)
             floor = floor + state_buffer_bytes(sizes, updated, of_block)
-        buffers = self._largest_segments(runs, np.ones(is_kept.shape, dtype=bool), most=1)
+        buffers = self._largest_segments(runs, np.ones(costs.num_blocks, dtype=bool), most=1)
         buffers, gathered = buffers * sizes.compute, np.zeros(numel[0].shape)
         if candidate.zero_stage and candidate.num_shards > 1:
             most = 2 if candidate.schedule == "layered" else 1
@@ -636,6 +628,16 @@ class Stager:
             floor=floor,
             fragmentation=self.lost_shares[runs.stage],
         )
+
+    def _run_parameter_bytes(
+        self, runs: Runs | Rounds, numel: ManyElements
+    ) -> tuple[Floats, Floats]:
+        """``_parameter_bytes`` of runs that have so many elements."""
+        kept, summed = (
+            self._part_numel(runs, numel, part)
+            for part in (self.zero_stages <= 2, self.zero_stages <= 1)
+        )
+        return self._parameter_bytes(numel, kept, summed)
 
     def _run_numel(self, runs: Runs | Rounds, part: Bools | None = None) -> ManyElements:
         """``_elements`` of runs, or of a part of their blocks."""

@@ -112,13 +112,10 @@ def cut_bounds_s(
         again = least_cut_again_s(stager, rounds)
         if np.isinf(again).any(axis=1).all():
             return np.full(len(cuts), np.inf)
-    gather, reduce = stager.gather_s(), stager.reduce_s()
-    gathers, reductions = rounds.each.sums(gather), rounds.each.sums(reduce)
-    at_ends = gathers[:, 0] + reductions[:, 0]
-    beside, stream = _traffic_s(stager, rounds, at_ends)
+    beside, stream = _traffic_s(stager, rounds)
     work = candidate.num_micro_batches * (rounds.sums(times.both) + again) + beside
     once = rounds.sums(stager.once_s()) + stager.sites.step_s
-    busy = _busy_s(stager, times, cuts, rounds, work=work, once=once, reduce=reduce)
+    busy = _busy_s(stager, times, cuts, rounds, work=work, once=once, reduce=stager.reduce_s())
     found: Floats = np.maximum(busy, stream + once).max(axis=1)
     return found
 
@@ -183,25 +180,20 @@ def _passed_s(seconds: Floats, hops: Floats) -> Floats:
     return np.concatenate([np.zeros((len(seconds), 1)), np.cumsum(each, axis=1)], axis=1)
 
 
-def _traffic_s(stager: Stager, rounds: Rounds, at_ends: Floats) -> tuple[Floats, Floats]:
-    """What gathers and reductions add at least to the work of stages, and their own seconds.
-
-    Args:
-        stager: Of the candidate.
-        rounds: Its virtual stages.
-        at_ends: Seconds of those that may come before the first forward, or after the last
-            backward.
-    """
+def _traffic_s(stager: Stager, rounds: Rounds) -> tuple[Floats, Floats]:
+    """What gathers and reductions add at least to the work of stages, and their own seconds."""
     num, slowdown = stager.candidate.num_micro_batches, stager.sites.slowdown
     gather, reduce = stager.gather_s(), stager.reduce_s()
-    once, reductions = rounds.sums(gather * (1 - stager.regathered)), rounds.sums(reduce)
+    gathers, reduces = rounds.each.sums(gather), rounds.each.sums(reduce)
+    once, reductions = rounds.sums(gather * (1 - stager.regathered)), reduces.sum(axis=-2)
     each = gather * stager.regathered  # for a forward and a backward, the last one kept in between
     again = 2 * (rounds.each.sums(each) - rounds.each.maxima(each)).sum(axis=-2)
     if stager.candidate.schedule == "layered":
         num = 1
     stream = once + num * again + reductions
     if num == 1 or not (stager.regathered.any() or stager.reduced_each.any()):
-        hidden = rounds.sums(gather) + reductions - at_ends
+        at_ends = gathers[:, 0] + reduces[:, 0]  # before the first forward, after the last backward
+        hidden = gathers.sum(axis=-2) + reductions - at_ends
         return slowdown * np.maximum(0.0, hidden), stream
     more = (num - 1) * rounds.sums(reduce * stager.reduced_each)
     return slowdown * (more + max(0, num - 2) * again), stream + more

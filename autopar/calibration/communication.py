@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -46,7 +47,6 @@ class Communication:
     ) -> None:
         self.world, self.device, self.effort, self.per_node = world, device, effort, per_node
         self._clock: WallClock = wall_clock(device)
-        self._teams: tuple[Team, ...] | None = None
         self._paired: dict[int, tuple[tuple[Pair, ...], bool]] = {}  # by stride
 
     def agree(self, timing: Timing) -> Timing:
@@ -60,14 +60,17 @@ class Communication:
 
     def collectives(self) -> Iterator[CollectiveSample]:
         """All collectives in groups of 2, 4, … ranks of a node, a whole node, across nodes."""
-        if self._teams is None:
-            self._teams = tuple(self._made_teams())
         for team in self._teams:
             for collective in Collective:
                 if collective is Collective.NONE:
                     continue
                 for num_bytes in self.effort.message_bytes:
                     yield self._collective(team, collective, num_bytes)
+
+    @functools.cached_property
+    def _teams(self) -> tuple[Team, ...]:
+        """Made once: every rank makes all groups."""
+        return tuple(self._made_teams())
 
     def _made_teams(self) -> Iterator[Team]:
         total, per_node = self.world.size, self.per_node

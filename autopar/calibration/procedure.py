@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypedDict
 
 import torch
 
@@ -22,17 +21,15 @@ from autopar.calibration.compute import Compute
 from autopar.calibration.document import render, write_document
 from autopar.calibration.effort import Effort, effort_for
 from autopar.calibration.estimates import Estimates, Measured, Overlap, estimate
-from autopar.calibration.parameters import ParameterSample
 from autopar.calibration.samples import (
     Agreement,
     CollectiveSample,
-    HostSample,
     MessageSample,
     Timing,
     WorkSample,
     agreement,
 )
-from autopar.calibration.small_model import ModelSample, sample_of
+from autopar.calibration.small_model import sample_of
 from autopar.calibration.sweeps import merged
 from autopar.ir.errors import AutoparError, ClusterError, RankFailedError
 from autopar.ir.mesh import Mesh
@@ -164,38 +161,21 @@ def _measure(
     for number in range(effort.sweeps):
         sweep = f", sweep {number + 1} of {effort.sweeps}" if effort.sweeps > 1 else ""
         say_in_sweep = functools.partial(say, sweep=sweep)
-        compute = _compute(work, effort, base.default_precision, say_in_sweep)
-        say_in_sweep("communication")
-        links: list[CollectiveSample | MessageSample] = []
-        if world.size > 1:
-            links += [*talk.collectives(), *talk.messages()]
         sweeps.append(
-            Measured(
-                **compute,
-                agreement=talk.agreement(),
-                links=tuple(links),
-                overlap=None if beside is None else beside.measure(),
-                num_sms=machine.num_sms(),
-                usable_bytes=usable,
-                context_bytes=context,
-            )
+            _sweep(talk, work, beside, base.default_precision, (usable, context), say_in_sweep)
         )
     return merged(sweeps)
 
 
-class _Computed(TypedDict):
-    tiny_model: ModelSample
-    kernel: Timing
-    models: tuple[ModelSample, ...]
-    elementwise: tuple[WorkSample, ...]
-    products: tuple[WorkSample, ...]
-    attention: tuple[WorkSample, ...]
-    others: dict[str, tuple[WorkSample, ...]]
-    parameters: tuple[ParameterSample, ...]
-    host: HostSample
-
-
-def _compute(work: Compute, effort: Effort, precision: Precision, say: Progress) -> _Computed:
+def _sweep(
+    talk: Communication,
+    work: Compute,
+    beside: _Beside | None,
+    precision: Precision,
+    memory: tuple[int, int],
+    say: Progress,
+) -> Measured:
+    """All measurements once; ``memory`` are usable bytes and those of the context."""
     say("launches")
     kernel, tiny = work.kernel(), work.tiny_model()
     say("elementwise kernels")
@@ -214,8 +194,13 @@ def _compute(work: Compute, effort: Effort, precision: Precision, say: Progress)
     )
     parameters = tuple(work.parameters())
     say("copies")
-    return _Computed(
-        tiny_model=sample_of(effort.tiny_model, torch.float32, tiny, "tiny model"),
+    host = work.host_copies()
+    say("communication")
+    links: list[CollectiveSample | MessageSample] = []
+    if talk.world.size > 1:
+        links += [*talk.collectives(), *talk.messages()]
+    return Measured(
+        tiny_model=sample_of(work.effort.tiny_model, torch.float32, tiny, "tiny model"),
         kernel=kernel,
         models=models,
         elementwise=elementwise,
@@ -223,7 +208,13 @@ def _compute(work: Compute, effort: Effort, precision: Precision, say: Progress)
         attention=attention,
         others=others,
         parameters=parameters,
-        host=work.host_copies(),
+        host=host,
+        agreement=talk.agreement(),
+        links=tuple(links),
+        overlap=None if beside is None else beside.measure(),
+        num_sms=machine.num_sms(),
+        usable_bytes=memory[0],
+        context_bytes=memory[1],
     )
 
 

@@ -27,6 +27,8 @@ def merged(sweeps: Sequence[Measurements]) -> Measurements:
 
 def _merged(found: Sequence[Any]) -> Any:
     first = found[0]
+    if all(other == first for other in found[1:]):
+        return first
     if isinstance(first, Timing):
         return replace(
             first,
@@ -37,22 +39,9 @@ def _merged(found: Sequence[Any]) -> Any:
         parts = {
             own.name: _merged([getattr(one, own.name) for one in found]) for own in fields(first)
         }
-        return replace(first, **parts) if _has_timings(first) else first
+        return replace(first, **parts)
     if isinstance(first, (tuple, list)):
         return type(first)(_merged(own) for own in zip(*found, strict=True))
     if isinstance(first, Mapping):
         return {name: _merged([one[name] for one in found]) for name in first}
     return first
-
-
-def _has_timings(value: Any) -> bool:
-    """Whether a timing is somewhere in a measurement."""
-    if isinstance(value, Timing):
-        return True
-    if isinstance(value, (tuple, list)):
-        return any(map(_has_timings, value))
-    if isinstance(value, Mapping):
-        return any(map(_has_timings, value.values()))
-    if is_dataclass(value):
-        return any(_has_timings(getattr(value, own.name)) for own in fields(value))
-    return False

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autopar.ir.families import Family, family_of
+from autopar.ir.families import LINEAR, Family, family_of
 from autopar.ir.graph import info
 from autopar.ir.kernels import KernelSet
 from autopar.ir.recompute import op_name
@@ -19,6 +21,11 @@ def chains_of(graph: fx.Graph, kernels: KernelSet) -> list[list[fx.Node]]:
         return []
     found = _chains(graph) if kernels.fuses_pointwise else _norms(graph)
     return [chain for chain in found if len(chain) > 1]
+
+
+def is_linear(chain: Iterable[fx.Node]) -> bool:
+    """Whether a chain is linear in all that it reads together: its backward reads none of it."""
+    return all(op_name(node) in LINEAR or family_of(node) is Family.VIEW for node in chain)
 
 
 def _can_fuse(node: fx.Node) -> bool:

@@ -48,8 +48,10 @@ class FusedChain:
         given = tuple(own.detach() for own in arguments)
         key = (None, *map(_form, given))
         if key not in self._kernels:
-            module = fx.GraphModule({}, self.module.graph, class_name="Chain")
-            self._kernels[key] = self.module if _one_by_one() else _compiled(module)
+            kernel: Kernel = self.module
+            if not _one_by_one():  # code of its own: PyTorch limits how often one is compiled
+                kernel = _compiled(fx.GraphModule({}, self.module.graph, class_name="Chain"))
+            self._kernels[key] = kernel
         return tuple(self._kernels[key](*given))
 
     def backward(

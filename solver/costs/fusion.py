@@ -12,12 +12,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.chains import chains_of
-from autopar.ir.families import LINEAR
+from autopar.ir.chains import chains_of, is_linear
 from autopar.ir.graph import BlockKind
 from autopar.ir.kernels import AttentionKernel, KernelSet
 from autopar.ir.layout import operands_of
-from autopar.ir.recompute import op_name
 
 SCORES_WRITTEN: tuple[AttentionKernel, ...] = (
     "eager",
@@ -85,7 +83,7 @@ def node_styles(kinds: Iterable[BlockKind], kernels: KernelSet) -> Mapping[fx.No
 
 def _fuse(chain: list[fx.Node], attention: AttentionKernel) -> dict[fx.Node, NodeStyle]:
     members = set(chain)
-    is_linear = all(op_name(node) in LINEAR for node in chain)
+    of_linear = is_linear(chain)
     found: dict[fx.Node, NodeStyle] = {}
     seen: set[fx.Node] = set()
     for node in chain:
@@ -100,7 +98,7 @@ def _fuse(chain: list[fx.Node], attention: AttentionKernel) -> dict[fx.Node, Nod
             reads=tuple(reads),
             writes=any(user not in members for user in node.users),
             is_first=node is chain[0],
-            is_linear=is_linear,
+            is_linear=of_linear,
         )
         found[node] = NodeStyle(attention=attention, fused=fused, eager=False)
     return found

@@ -12,8 +12,8 @@ from dataclasses import replace
 from autopar.ir.rules.core import Option
 from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.frame import Frame, FrameOp, KeptInside
-from autopar.solver.layout.price import held_bytes, inside_bytes
-from autopar.solver.layout.problem import Held, Op, OpOption, Problem
+from autopar.solver.layout.price import held_tensors, inside_bytes
+from autopar.solver.layout.problem import Op, OpOption, Problem
 
 
 def recomputing(problem: Problem, frame: Frame, coster: Coster) -> Problem:
@@ -25,16 +25,7 @@ def recomputing(problem: Problem, frame: Frame, coster: Coster) -> Problem:
         ops=tuple(
             _op(op, again, coster, known) for op, again in zip(problem.ops, frame.ops, strict=True)
         ),
-        held=tuple(
-            Held(
-                kind=held.kind,
-                num_bytes=held_bytes(held, coster),
-                tensor=held.tensor,
-                moved=held.moved,
-                free=held.free,
-            )
-            for held in frame.held
-        ),
+        held=held_tensors(frame, coster),
     )
 
 
@@ -56,21 +47,13 @@ def _option(option: OpOption, held: tuple[int, ...], op: FrameOp, coster: Coster
         again_s = option.forward_s - option.forward_comm_s
         again_launch_s = option.forward_launch_s
         rebuilt = _rebuilt_bytes(op, option.option, coster)
-    return OpOption(
-        option=option.option,
-        forward_s=option.forward_s,
+    return replace(
+        option,
         backward_s=option.backward_s + again_s,
-        forward_comm_s=option.forward_comm_s,
-        backward_comm_s=option.backward_comm_s,
-        forward_launch_s=option.forward_launch_s,
         backward_launch_s=option.backward_launch_s + again_launch_s,
         again_s=again_s,
         again_launch_s=again_launch_s,
         rebuilt_bytes=rebuilt,
-        transient_bytes=option.transient_bytes,
-        weight_s=option.weight_s,
-        waiting_bytes=option.waiting_bytes,
-        waiting=option.waiting,
         held=held,
     )
 

@@ -51,16 +51,7 @@ def price(
         values=_values(frame, coster, known),
         ops=_ops(frame, coster, comm, known),
         classes=_classes(frame, coster, comm),
-        held=tuple(
-            Held(
-                kind=held.kind,
-                num_bytes=held_bytes(held, coster),
-                tensor=held.tensor,
-                moved=held.moved,
-                free=held.free,
-            )
-            for held in frame.held
-        ),
+        held=held_tensors(frame, coster),
     )
 
 
@@ -242,6 +233,20 @@ def _state_class(
         numel=tuple(coster.numel(found.tensor, state) for state in found.states),
         num_members=found.num_members,
         outer=outer,
+    )
+
+
+def held_tensors(frame: Frame, coster: Coster) -> tuple[Held, ...]:
+    """The tensors of ``frame`` that may be kept, with their bytes."""
+    return tuple(
+        Held(
+            kind=held.kind,
+            num_bytes=held_bytes(held, coster),
+            tensor=held.tensor,
+            moved=held.moved,
+            free=held.free,
+        )
+        for held in frame.held
     )
 
 
