@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
+from autopar.ir.linear_parts import is_plain, linear_parts
+
 _current = threading.local()
 
 
@@ -75,6 +77,8 @@ class Apart:
         deferred: Deferred | None = getattr(_current, "deferred", None)
         if deferred is None or not torch.is_grad_enabled():
             return self.op(*args, **kwargs)
+        if self.op is torch.ops.aten.linear.default and is_plain(self.weights, *args, **kwargs):
+            return linear_parts(deferred.add, *args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         weights = {places[index] for index in self.weights}

@@ -142,6 +142,48 @@ def test_parts_give_the_gradients_of_the_whole(name: str):
             assert torch.equal(leaf.grad, gradient)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(
+    ("shape", "num_out", "is_plain"),
+    [
+        ((48, 64), 40, True),
+        ((3, 16, 64), 40, True),
+        ((1, 16, 64), 1, False),
+        ((2, 3, 4, 16), 8, False),
+        ((64, 48), 40, False),  # by columns
+    ],
+)
+def test_linear_layers_in_parts_have_the_bits_of_whole_ones(
+    shape: tuple[int, ...], num_out: int, is_plain: bool, has_bias: bool, dtype: torch.dtype
+):
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=dtype)
+    if shape == (64, 48):
+        x = x.mT
+    leaves = [x, torch.randn(num_out, x.shape[-1], dtype=dtype)]
+    leaves += [torch.randn(num_out, dtype=dtype)] if has_bias else []
+    for leaf in leaves:
+        leaf.requires_grad_()
+    linear = torch.ops.aten.linear.default
+    weights = tuple(range(1, len(leaves)))
+    whole = linear(*leaves)
+    up = torch.randn_like(whole)
+    expected = torch.autograd.grad(whole, leaves, up)
+    deferred = Deferred()
+    with deferring(deferred):
+        made = Apart(linear, weights)(*leaves)
+    assert made.grad_fn is not None
+    assert made.grad_fn.name().startswith("_Linear") == is_plain
+    assert torch.equal(made, whole)
+    made.backward(up)
+    assert leaves[1].grad is None
+    deferred.finish(leaves[1:])
+    for leaf, gradient in zip(leaves, expected, strict=True):
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad, gradient)
+
+
 def test_nothing_waits_where_nothing_takes_it():
     x, weight = torch.randn(3, SIZE, requires_grad=True), torch.randn(6, SIZE, requires_grad=True)
     linear = Apart(torch.ops.aten.linear.default, (1,))
