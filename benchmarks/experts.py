@@ -34,7 +34,7 @@ from autopar.solver.candidates import Candidate
 from autopar.solver.estimate import Estimate, Estimator
 from autopar.solver.instance import Instance, make_instance
 from autopar.solver.layout.model_facts import ModelFacts, model_facts
-from autopar.solver.search import SearchResult
+from autopar.solver.search_result import SearchResult
 from autopar.solver.space import VIRTUAL_STAGES
 
 _ROUNDING = 1e-9
@@ -144,7 +144,8 @@ class Planner:
         instance = self.instance(group[0])
         result = instance.search.run(instance.candidates)
         estimator = Estimator(instance.facts, instance.cluster, training=instance.training)
-        estimator.search.settings = instance.search.settings  # of the same model and cluster
+        # of the same model and cluster
+        estimator.refiner.pricer.settings = instance.search.pricer.settings
         for row in group:
             estimate = self._estimate(estimator, row)
             if estimate is not None and estimate.fits:

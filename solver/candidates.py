@@ -58,6 +58,10 @@ class Way:
     loss_chunks: int = 1
 
 
+SettingKey = tuple[int, int, int, int, Way]
+"""Degrees of the context, expert and tensor axis, a micro-batch size, and a way."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """One choice of everything but layout and stage cuts.
@@ -105,6 +109,18 @@ class Candidate:
             recompute=self.recompute if by_op else "none",
             loss_chunks=0 if self.chunks_open else self.loss_chunks,
         )
+
+    @property
+    def setting_key(self) -> SettingKey:
+        """What candidates with the same layouts and costs of blocks have in common."""
+        return self.cp, self.ep, self.tp, self.micro_batch_size, self.way
+
+    @property
+    def has_one_layout(self) -> bool:
+        """Whether nothing is left but to simulate some cuts: virtual stages are searched with the
+        fastest layout, and with ``virtual_cuts``.
+        """
+        return self.virtual_stages > 1
 
     @property
     def leaves_again_open(self) -> bool:

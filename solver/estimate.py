@@ -14,7 +14,7 @@ from autopar.solver.instance import divisible, sequence_length
 from autopar.solver.layout.model_facts import ModelFacts, model_facts
 from autopar.solver.pins import GROUP_PIN, Pins
 from autopar.solver.predict import predict
-from autopar.solver.share_search import ShareSearch
+from autopar.solver.refiner import Refiner
 from autopar.solver.space import candidates
 
 
@@ -74,9 +74,8 @@ class Estimator:
         facts = model_facts(model) if isinstance(model, ModelGraph) else model
         self.facts, self.cluster, self.training = facts, cluster, training
         self.seq_len = seq_len or sequence_length(facts.model)
-        self.search = ShareSearch(
-            facts, cluster, itemsizes(training), divisible(facts, self.seq_len)
-        )
+        self.divisible = divisible(facts, self.seq_len)
+        self.refiner = Refiner(facts, cluster, itemsizes(training))
 
     def __call__(self, pin: Pins, *, global_batch_size: int) -> Estimate:
         """The estimate of the layout that ``pin`` describes; without virtual stages if it says
@@ -92,7 +91,7 @@ class Estimator:
         found = candidates(
             self.cluster,
             global_batch_size=global_batch_size,
-            model=self.search.divisible,
+            model=self.divisible,
             pin={"virtual_stages": 1, "loss_chunks": 1, "offload_optimizer": 0, **as_given, **pin},
         )
         only = found[0]
@@ -109,7 +108,7 @@ class Estimator:
                 f"the layout leaves {', '.join(names)} open: {len(found)} layouts are like it",
                 hint="pin them, too, or let autopar.plan choose",
             )
-        solved = self.search.solve(only) or self.search.solve_anyway(only)
+        solved = self.refiner.solve(only) or self.refiner.solve_anyway(only)
         prediction = predict(
             solved,
             self.facts.model,

@@ -10,8 +10,8 @@ import numpy as np
 from autopar.ir.errors import InfeasibleError
 from autopar.solver.candidates import Candidate
 from autopar.solver.instance import Instance
+from autopar.solver.pricer import Pricer
 from autopar.solver.relaxations import relaxations
-from autopar.solver.search import Search
 from autopar.solver.virtual_cuts import virtual_cuts
 from autopar.solver.windows import all_windows
 
@@ -41,12 +41,12 @@ class _Closest:
 
 def infeasible_error(instance: Instance) -> InfeasibleError:
     """The error to raise when no candidate fits."""
-    search = instance.search
-    closest = _closest(search, instance.candidates)
+    pricer = instance.search.pricer
+    closest = _closest(pricer, instance.candidates)
     usable = closest.usable_bytes
     filled = sorted(closest.causes.items(), key=lambda cause: -cause[1])[:4]
     missing = closest.missing_bytes
-    on = f" on {closest.nodes}" if search.cluster.is_mixed else ""
+    on = f" on {closest.nodes}" if pricer.cluster.is_mixed else ""
     where = f"ranks of pipeline stage {closest.stage}{on} of {closest.candidate}"
     what = (
         f"no plan fits into {_size(usable)}: the fullest rank of the one that comes closest needs "
@@ -72,19 +72,19 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**10:.2f} KiB"
 
 
-def _closest(search: Search, tried: Sequence[Candidate]) -> _Closest:
+def _closest(pricer: Pricer, tried: Sequence[Candidate]) -> _Closest:
     """Of the smallest micro-batches: larger ones need more."""
     smallest = min(candidate.micro_batch_size for candidate in tried)
     found = [
-        _fullest(search, candidate) for candidate in tried if candidate.micro_batch_size == smallest
+        _fullest(pricer, candidate) for candidate in tried if candidate.micro_batch_size == smallest
     ]
     return min(found, key=lambda closest: closest.missing_bytes)
 
 
-def _fullest(search: Search, candidate: Candidate) -> _Closest:
+def _fullest(pricer: Pricer, candidate: Candidate) -> _Closest:
     if candidate.recompute == "blocks":  # all of them need least
         candidate = replace(candidate, recompute="full")
-    stager = search.stager(candidate, search.setting(candidate).least)
+    stager = pricer.stager(candidate, pricer.setting(candidate).least)
     if candidate.virtual_stages > 1:
         cuts = min(virtual_cuts(stager), key=stager.most_missing)
     else:

@@ -16,7 +16,6 @@ from autopar.solver.layout.model_facts import ModelFacts, model_facts
 from autopar.solver.loss_chunks import check_chunks
 from autopar.solver.pins import Pins
 from autopar.solver.search import Progress, Search
-from autopar.solver.share_search import ShareSearch
 from autopar.solver.space import candidates
 
 
@@ -60,13 +59,14 @@ class Instance:
             return other
         if _without_links(self.cluster) != _without_links(cluster):
             return other
+        known, ours = other.search.pricer.settings, self.search.pricer.settings
         if _links_alike(self.cluster, cluster):
-            other.search.settings = self.search.settings  # what either works out serves both
+            known.alone = ours.alone  # what either works out serves both
             return other
         inside = min(self.cluster.gpus_per_node, cluster.gpus_per_node)
-        other.search.settings |= {
+        known.alone |= {
             key: setting
-            for key, setting in self.search.settings.items()
+            for key, setting in ours.alone.items()
             if setting.cp * setting.ep == 1 and setting.tp <= inside
         }
         return other
@@ -94,12 +94,8 @@ def make_instance(
     seq_len = seq_len or sequence_length(facts.model)
     pin = dict(pin or {})
     check_chunks(facts, int(pin.get("loss_chunks", 1)))
-    search = ShareSearch(
-        facts, cluster, itemsizes(training), divisible(facts, seq_len), progress=progress
-    )
-    found = candidates(
-        cluster, global_batch_size=global_batch_size, model=search.divisible, pin=pin
-    )
+    model_sizes = divisible(facts, seq_len)
+    found = candidates(cluster, global_batch_size=global_batch_size, model=model_sizes, pin=pin)
     return Instance(
         facts=facts,
         cluster=cluster,
@@ -107,7 +103,7 @@ def make_instance(
         training=training,
         seq_len=seq_len,
         pin=pin,
-        search=search,
+        search=Search(facts, cluster, itemsizes(training), progress=progress),
         candidates=found,
         made_s=time.perf_counter() - started,
     )

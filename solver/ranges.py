@@ -4,7 +4,7 @@ A node, one GPU count with one batch, is refined in three steps, each when its b
 objective is the lowest of all:
 
 1. the FLOPs of the model's products at the peak of all GPUs;
-2. the lowest scalar bound of its candidates (``Search.scalar_bound``);
+2. the lowest scalar bound of its candidates (``Refiner.scalar``);
 3. solved: the search over its candidates, with the bound that it proves.
 
 The range ends when no bound is below the best value. What is then proved is the lowest bound of all
@@ -31,7 +31,8 @@ from autopar.solver.layout.model_facts import ModelFacts, model_facts
 from autopar.solver.objectives import FewestGpus, Objective, Point
 from autopar.solver.pins import Pins
 from autopar.solver.predict import product_flops
-from autopar.solver.search import Progress, SearchResult
+from autopar.solver.search import Progress
+from autopar.solver.search_result import SearchResult
 from autopar.solver.side_by_side import run_side_by_side
 from autopar.solver.solve import DescribeMoves, make_plan
 from autopar.solver.warm_start import warm_candidates
@@ -241,14 +242,14 @@ def _bound(node: _Node, way: _Way, *, is_only: bool) -> None:
 
 def _lowest_bound(instance: Instance) -> float:
     """The lowest scalar bound of the candidates; only those that may have it are asked for it."""
-    search, candidates = instance.search, instance.candidates
-    queue = [(search.rough_bound(found), number, 1) for number, found in enumerate(candidates)]
+    refiner, candidates = instance.search.refiner, instance.candidates
+    queue = [(refiner.rough(found), number, 1) for number, found in enumerate(candidates)]
     heapq.heapify(queue)
     while True:
         bound, number, step = queue[0]
         if step == 2 or not math.isfinite(bound):
             return bound
-        scalar = search.scalar_bound(candidates[number])
+        scalar = refiner.scalar(candidates[number])
         heapq.heapreplace(queue, (max(bound, scalar), number, 2))
 
 

@@ -10,7 +10,7 @@ from autopar.ir.plan import critical_of, fullest_of
 from autopar.ir.plan_search import FATES, Alternative, DecisionValue, SearchReport
 from autopar.solver.candidates import Candidate
 from autopar.solver.predict import rank_predictions
-from autopar.solver.search import SearchResult
+from autopar.solver.search_result import SearchResult
 from autopar.solver.solved import Solved
 
 Family = tuple[int, int, int, str]

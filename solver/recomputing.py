@@ -114,24 +114,21 @@ def _whole_s(runs: Runs, kinds: Sequence[Alike], left: Floats, flying: Floats) -
     return least_whole_s(several, wanted, number)
 
 
-def priced_again_s(
-    stager: Stager, runs: Runs, priced: Mapping[float, Floats], both: Floats
-) -> Floats:
-    """As ``again_s``, beyond ``both`` seconds, under any layout: what is fast may keep more than
-    what keeps least.
+def priced_again_s(stager: Stager, runs: Runs, beyond: Mapping[float, Floats]) -> Floats:
+    """As ``again_s``, under any layout: what is fast may keep more than what keeps least.
 
     With λ seconds for each byte that a stage keeps, and n micro-batches in flight, nothing takes
     less than Σ min(t + f, t + λ·n·h) − λ·room: where blocks are not computed again, they keep h.
 
     Args:
-        priced: The sum's terms at some prices λ·n, which no layout is below (``Setting.priced``).
-        both: Seconds of blocks, per micro-batch.
+        beyond: The sum's terms at some prices λ·n, which no layout is below (``Setting.priced``),
+            beyond the seconds of blocks.
     """
     candidate, inputs = stager.candidate, runs.sums(stager.input_kept_bytes())
     room = stager.run_room(runs, exact=False) / stager.flying[runs.stage] - inputs
     found = np.zeros(room.shape)
-    for price, values in priced.items():
-        found = np.maximum(found, runs.sums(values - both) - price * room)
+    for price, values in beyond.items():
+        found = np.maximum(found, runs.sums(values) - price * room)
     if candidate.schedule == "layered" and not candidate.per_block:
         # the last run keeps one micro-batch at a time
         found = np.where(runs.end == stager.costs.num_blocks, 0.0, found)

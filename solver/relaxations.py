@@ -66,11 +66,7 @@ def may_fit(instance: Instance) -> bool:
     """
     smallest = min(candidate.micro_batch_size for candidate in instance.candidates)
     small = [found for found in instance.candidates if found.micro_batch_size == smallest]
-    search = instance.search
-    return any(
-        math.isfinite(search.rough_bound(candidate)) and math.isfinite(search.bound(candidate))
-        for candidate in sorted(small, key=_frugal)
-    )
+    return any(map(instance.search.refiner.may_fit, sorted(small, key=_frugal)))
 
 
 def _frugal(candidate: Candidate) -> tuple[bool, int, int]:

@@ -14,13 +14,13 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 from autopar.solver.candidates import Candidate
 from autopar.solver.layout.problem import Solution
-from autopar.solver.search import Search, SearchResult
-from autopar.solver.solved import Solved
+from autopar.solver.search import Search
+from autopar.solver.search_result import SearchResult
 
 _FEW = 2000
 """So many candidates are searched before a fork would pay."""
@@ -42,7 +42,7 @@ def run_side_by_side(
     Work limits are those of each half. Where plans tie it may be another one than ``search.run``
     finds.
     """
-    halves = _halves(search, candidates) if _may_fork() and len(candidates) >= _FEW else None
+    halves = _halves(candidates) if _may_fork() and len(candidates) >= _FEW else None
     if halves is None:
         return search.run(candidates, first=first, cutoff_s=cutoff_s, stop_at_s=stop_at_s)
     own, others = halves
@@ -83,10 +83,9 @@ def run_side_by_side(
         here.close()
     if told is None:
         _log.warning("the second search ended without a result; its half is searched here")
-        best_s = math.inf if result.best is None else result.best.step_s
-        rest = search.run(others, cutoff_s=min(cutoff_s, best_s), stop_at_s=stop_at_s)
-        return _joined(result, rest)
-    return _joined(result, _made_again(search, told))
+        cutoff_s = min(cutoff_s, result.best_s)
+        return result.joined(search.run(others, cutoff_s=cutoff_s, stop_at_s=stop_at_s))
+    return result.joined(_made_again(search, told))
 
 
 def _may_fork() -> bool:
@@ -96,14 +95,12 @@ def _may_fork() -> bool:
     return len(os.sched_getaffinity(0)) > 1
 
 
-def _halves(
-    search: Search, candidates: Sequence[Candidate]
-) -> tuple[list[Candidate], list[Candidate]] | None:
+def _halves(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]] | None:
     """The candidates by their settings, in turn; None where all have one."""
     numbers: dict[Hashable, int] = {}
     halves: tuple[list[Candidate], list[Candidate]] = ([], [])
     for candidate in candidates:
-        *degrees, _ = search.setting_key(candidate)  # ways of computing blocks share bounds
+        *degrees, _ = candidate.setting_key  # ways of computing blocks share bounds
         number = numbers.setdefault(tuple(degrees), len(numbers))
         halves[number % 2].append(candidate)
     return halves if halves[1] else None
@@ -111,54 +108,25 @@ def _halves(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Told:
-    """A search's result, without what is made again from it; ``best`` is one of ``solved``."""
+    """A search's result: the decisions of what it solved, which of them is best, and the rest."""
 
-    solved: list[tuple[Candidate, Solution, tuple[int, ...]]]
+    decisions: list[tuple[Candidate, Solution, tuple[int, ...]]]
     best: int | None
-    bound_s: float
-    bounds: dict[Candidate, float]
-    left: list[tuple[float, int, Candidate]]
-    unsettled: list[Candidate]
-    num_candidates: int
+    rest: SearchResult
 
 
 def _told(result: SearchResult) -> _Told:
     return _Told(
-        solved=[(found.candidate, found.solution, found.cuts) for found in result.solved],
+        decisions=[(found.candidate, found.solution, found.cuts) for found in result.solved],
         best=next((n for n, found in enumerate(result.solved) if found is result.best), None),
-        bound_s=result.bound_s,
-        bounds=result.bounds,
-        left=result.left,
-        unsettled=result.unsettled,
-        num_candidates=result.num_candidates,
+        rest=replace(result, best=None, solved=[]),
     )
 
 
 def _made_again(search: Search, told: _Told) -> SearchResult:
-    solved = [search.made_again(*found) for found in told.solved]
-    return SearchResult(
-        best=None if told.best is None else solved[told.best],
-        bound_s=told.bound_s,
-        solved=solved,
-        bounds=told.bounds,
-        num_candidates=told.num_candidates,
-        left=told.left,
-        unsettled=told.unsettled,
-    )
-
-
-def _joined(one: SearchResult, other: SearchResult) -> SearchResult:
-    """The result of both halves."""
-    known: list[Solved] = [result.best for result in (one, other) if result.best is not None]
-    return SearchResult(
-        best=min(known, key=lambda solved: solved.step_s, default=None),
-        bound_s=min(one.bound_s, other.bound_s),
-        solved=[*one.solved, *other.solved],
-        bounds=one.bounds | other.bounds,
-        num_candidates=one.num_candidates + other.num_candidates,
-        left=[*one.left, *other.left],
-        unsettled=[*one.unsettled, *other.unsettled],
-    )
+    solved = [search.refiner.made_again(*found) for found in told.decisions]
+    best = None if told.best is None else solved[told.best]
+    return replace(told.rest, best=best, solved=solved)
 
 
 class _Peer:

@@ -37,7 +37,8 @@ from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.pins import Pins
 from autopar.solver.predict import predict
 from autopar.solver.reasons import NUM_ALTERNATIVES, alternatives, search_report
-from autopar.solver.search import Progress, SearchResult
+from autopar.solver.search import Progress
+from autopar.solver.search_result import SearchResult
 from autopar.solver.shares import share_plans
 from autopar.solver.side_by_side import run_side_by_side
 from autopar.solver.solved import Solved
@@ -146,7 +147,7 @@ def make_plan(
     model, cluster, training = facts.model, instance.cluster, instance.training
     global_batch_size, seq_len = instance.global_batch_size, instance.seq_len
     more = solve_runners_up(instance, result, NUM_ALTERNATIVES) if what_if else []
-    layout = best_layout(facts, search.data_axis, best)
+    layout = best_layout(facts, search.pricer.data_axis, best)
     mesh = candidate.mesh()
     batch = BatchPlan(
         global_batch_size=global_batch_size,
@@ -170,14 +171,7 @@ def make_plan(
             fingerprint=model.fingerprint,
         ),
         cluster=cluster.ref(candidate.group_order),
-        mesh=MeshPlan(
-            pp=mesh.pp,
-            dp_replicate=mesh.dp_replicate,
-            dp_shard=mesh.dp_shard,
-            cp=mesh.cp,
-            ep=mesh.ep,
-            tp=mesh.tp,
-        ),
+        mesh=MeshPlan.of(mesh),
         batch=batch,
         schedule=SchedulePlan(
             name=candidate.schedule,

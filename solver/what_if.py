@@ -8,7 +8,7 @@ from autopar.ir.plan_search import WhatIf
 from autopar.solver.hardware import Cluster
 from autopar.solver.instance import Instance
 from autopar.solver.reasons import open_families
-from autopar.solver.search import SearchResult
+from autopar.solver.search_result import SearchResult
 from autopar.solver.solved import Solved
 
 _GIB = 2**30
@@ -25,7 +25,7 @@ def shadow_prices(instance: Instance, best: Solved) -> tuple[WhatIf, ...]:
             continue
         # The best of before is still possible, and no slower: a search that stopped at its limit
         # may have missed it.
-        kept = other.search.solve(best.candidate)
+        kept = other.search.refiner.solve(best.candidate)
         step_s, candidate = result.best.step_s, result.best.candidate
         if kept is not None and kept.step_s < step_s:
             step_s, candidate = kept.step_s, kept.candidate
@@ -54,7 +54,7 @@ def solve_runners_up(instance: Instance, result: SearchResult, num: int) -> list
     found: list[Solved] = []
     for _, candidate in open_families(result)[:num]:
         instance.search.progress(f"what if: {candidate}")
-        solved = instance.search.solve(candidate)
+        solved = instance.search.refiner.solve(candidate)
         if solved is not None:
             found.append(solved)
     return found

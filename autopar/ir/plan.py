@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -349,6 +350,11 @@ class MeshPlan:
     ep: int = 1
     tp: int
 
+    @classmethod
+    def of(cls, mesh: Mesh) -> MeshPlan:
+        """The degrees of a mesh."""
+        return cls(**dataclasses.asdict(mesh))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Plan:
@@ -378,14 +384,7 @@ class Plan:
 
     def device_mesh(self) -> Mesh:
         """The mesh that the degrees describe."""
-        return Mesh(
-            pp=self.mesh.pp,
-            dp_replicate=self.mesh.dp_replicate,
-            dp_shard=self.mesh.dp_shard,
-            cp=self.mesh.cp,
-            ep=self.mesh.ep,
-            tp=self.mesh.tp,
-        )
+        return Mesh(**dataclasses.asdict(self.mesh))
 
     def placement(self, states: tuple[str, ...]) -> Placement:
         """States on ``layout_axes`` as a placement over all of ``LAYOUT_AXES``."""

@@ -21,7 +21,7 @@ from autopar.solver.instance import divisible
 from autopar.solver.layout.check import kind_costs
 from autopar.solver.layout.model_facts import ModelFacts, model_facts
 from autopar.solver.layout.problem import Problem
-from autopar.solver.search import Search
+from autopar.solver.refiner import Refiner
 from autopar.solver.settings import layout_coster, layout_problem
 from autopar.solver.solved import Solved
 from autopar.solver.space import candidates
@@ -123,24 +123,25 @@ def _request(run: Measured) -> Request:
 
 
 class _Search:
-    """The search that ``Estimator`` asks, and the terms of the layouts that it finds."""
+    """What ``Estimator`` asks, and the terms of the layouts that it finds."""
 
     def __init__(
         self, facts: ModelFacts, request: Request, blocks: dict[tuple[object, ...], Blocks]
     ) -> None:
         self.facts, self.cluster = facts, request.cluster
         self.sizes = itemsizes(request.training)
-        self.search = Search(facts, request.cluster, self.sizes, divisible(facts, request.seq_len))
+        self.divisible = divisible(facts, request.seq_len)
+        self.refiner = Refiner(facts, request.cluster, self.sizes)
         self.blocks = blocks  # of all clusters
 
     def run(self, measured: Measured, request: Request) -> Run:
         (candidate,) = candidates(
             self.cluster,
             global_batch_size=request.global_batch_size,
-            model=self.search.divisible,
+            model=self.divisible,
             pin=request.pin,
         )
-        solved = self.search.solve_anyway(candidate)
+        solved = self.refiner.solve_anyway(candidate)
         stager = solved.stager
         return Run(
             measured=measured,

@@ -126,7 +126,7 @@ class Study:
 
     def solved(self, layout: Layout) -> Solved:
         """``layout`` with its blocks' costs and its schedule."""
-        return self.estimator.search.solve_anyway(self(layout).estimate.candidate)
+        return self.estimator.refiner.solve_anyway(self(layout).estimate.candidate)
 
 
 def numerics(gradients: PrecisionName = "bf16") -> TrainingPlan:

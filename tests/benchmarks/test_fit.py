@@ -18,9 +18,8 @@ from autopar.calibration.fit import Free
 from autopar.calibration.hardware import value_at
 from autopar.estimation import EstimateRow, ModelShape, open_shape
 from autopar.solver.facts import Floats
-from autopar.solver.instance import divisible
 from autopar.solver.layout.model_facts import ModelFacts, model_facts
-from autopar.solver.search import Search
+from autopar.solver.refiner import Refiner
 from autopar.solver.solved import simulate_cuts
 from benchmarks.fit.evaluate import Evaluator
 from benchmarks.fit.least_errors import Found, decode, encode, fit_near, step_on
@@ -97,19 +96,19 @@ def test_steps_under_other_numbers_are_those_of_such_a_hardware_file(
     some = (1, 4, 5)  # tensor parallelism, ZeRO 3 between nodes, an eager pipeline
     found = Evaluator(runs).step_seconds(TRUTH, some)
     for run, seconds in zip([runs[place] for place in some], found, strict=True):
-        search, candidate = _search(run.cluster, run), run.candidate
-        solved = search.solve_anyway(candidate)
+        refiner, candidate = _refiner(run.cluster, run), run.candidate
+        solved = refiner.solve_anyway(candidate)
         again = Cluster(file, nodes=run.cluster.nodes, gpus_per_node=run.cluster.gpus_per_node)
-        other = _search(again, run)
-        setting = other.setting(candidate)
-        stager = other.layout_stager(candidate, setting, solved.solution)
+        pricer = _refiner(again, run).pricer
+        setting = pricer.setting(candidate)
+        stager = pricer.layout_stager(candidate, setting, solved.solution)
         same = simulate_cuts(candidate, setting, solved.solution, stager, solved.cuts)
         assert seconds == pytest.approx(same.step_s, rel=1e-9)
         assert max(stager.peak_bytes(solved.cuts)) == pytest.approx(_peak(run), rel=1e-6)
 
 
-def _search(cluster: Cluster, run: Run) -> Search:
-    return Search(_facts(), cluster, run.sizes, divisible(_facts(), SHAPE.seq))
+def _refiner(cluster: Cluster, run: Run) -> Refiner:
+    return Refiner(_facts(), cluster, run.sizes)
 
 
 def _peak(run: Run) -> float:

@@ -232,9 +232,9 @@ def test_the_more_chunks_the_less_memory() -> None:
         pin={"micro_batch_size": 8, "recompute": "none", "kernel": "eager"},
     )
     search, candidate = instance.search, instance.candidates[0]
-    local = search.setting(candidate)
+    local = search.pricer.setting(candidate)
     solution = local.solution("none")
-    choice = search.chunk_choice(candidate, local, solution)
+    choice = search.pricer.chunk_choice(candidate, local, solution)
     found: list[int] = []
     for number in (1, 2, 4, 8):
         stager = choice.stager(number)

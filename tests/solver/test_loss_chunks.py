@@ -28,9 +28,9 @@ def llama(cluster: Cluster = GPU, **pin: int | str) -> Instance:
 def test_chunks_cost_no_less_time_and_ever_less_memory() -> None:
     instance = llama()
     search, candidate = instance.search, instance.candidates[0]
-    setting = search.setting(candidate)
+    setting = search.pricer.setting(candidate)
     solution = setting.solution("none")
-    choice = search.chunk_choice(candidate, setting, solution)
+    choice = search.pricer.chunk_choice(candidate, setting, solution)
     found = [choice.stager(number) for number in (1, *NUMBERS[:3])]
     for one, other in itertools.pairwise(found):
         assert one is not None

@@ -135,7 +135,10 @@ def test_offloading_fits_where_nothing_else_does() -> None:
     assert other == replace(one, offload_optimizer=True)
     peaks = [
         solved.stager.peak_bytes(solved.cuts)[0]
-        for solved in (resident.search.solve_anyway(one), offloaded.search.solve_anyway(other))
+        for solved in (
+            resident.search.refiner.solve_anyway(one),
+            offloaded.search.refiner.solve_anyway(other),
+        )
     ]
     tight = FOUR.with_memory(peaks[1] + ROUNDED_BYTES)
     assert peaks[1] + ROUNDED_BYTES < peaks[0]

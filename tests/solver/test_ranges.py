@@ -106,7 +106,7 @@ def test_flops_at_the_peak_are_below_the_roofline_of_every_candidate():
     made = instance(NODE.with_nodes(2))
     peak = NODE.hardware.chip.peak_flops.fp32 * 4
     least = product_flops(MODEL, made.global_batch_size) / peak
-    lowest = min(made.search.scalar_bound(candidate) for candidate in made.candidates)
+    lowest = min(made.search.refiner.scalar(candidate) for candidate in made.candidates)
     assert 0 < least <= lowest
 
 

@@ -30,7 +30,7 @@ def test_what_is_said_of_a_decision_holds_for_every_candidate_with_it(usable_byt
     said = {(value.decision, value.value): value for value in report.values}
     counted = dict.fromkeys(said, 0)
     for candidate in made.candidates:
-        solved = made.search.solve(candidate)
+        solved = made.search.refiner.solve(candidate)
         step_s = math.inf if solved is None else solved.step_s
         for decision, value in said:
             values = [str(getattr(candidate, decision))]

@@ -92,7 +92,7 @@ def staged(draw: Draw[Any]) -> tuple[Stager, Cuts]:
     forward, inputs, numel = drawn(scale), drawn(scale), drawn(10.0 ** draw(st.integers(3, 9)))
     sent = drawn(10.0 ** draw(st.integers(2, 8)))
     sent[0] = 0.0
-    setting = facts.search.setting(facts.candidates[0])
+    setting = facts.search.pricer.setting(facts.candidates[0])
     costs = dataclasses.replace(
         setting.costs(setting.solution("none")),
         forward_s=forward,
@@ -107,12 +107,12 @@ def staged(draw: Draw[Any]) -> tuple[Stager, Cuts]:
         st.integers(1, num - 1), min_size=pp * virtual - 1, max_size=pp * virtual - 1, unique=True
     )
     cuts = (0, *sorted(draw(places)), num)
-    return Stager(cluster, candidate, costs, facts.search.sizes), cuts
+    return Stager(cluster, candidate, costs, facts.search.pricer.sizes), cuts
 
 
 def simulated_s(stager: Stager, cuts: Cuts) -> float:
     found = instance(SIZES[0])
-    setting = found.search.setting(found.candidates[0])
+    setting = found.search.pricer.setting(found.candidates[0])
     solution = setting.solution("none")
     return simulate_cuts(stager.candidate, setting, solution, stager, cuts).step_s
 
@@ -160,7 +160,7 @@ def test_what_fits_is_not_ruled_out(
 def test_bounds_of_stages_that_are_alike_are_the_step(pp: int, schedule: ScheduleName) -> None:
     """Of blocks that take as long, without messages and communication: at any numbers."""
     found = instance(10)
-    setting = found.search.setting(found.candidates[0])
+    setting = found.search.pricer.setting(found.candidates[0])
     num = len(found.facts.model.blocks)
     nothing, one = np.zeros(num), np.ones(num)
     for num_micro_batches, weight, forward in itertools.product((1, 4, 9, 24), (0, 1, 2), (1, 3)):
@@ -186,7 +186,7 @@ def test_bounds_of_stages_that_are_alike_are_the_step(pp: int, schedule: Schedul
             schedule=schedule,
         )
         cluster = changed(Cluster("a100-80gb", gpus_per_node=pp).with_memory(2**60), latency=0)
-        stager = Stager(cluster, candidate, costs, found.search.sizes)
+        stager = Stager(cluster, candidate, costs, found.search.pricer.sizes)
         cuts = tuple(range(0, num + 1, num // pp))
         bound = stage_bounds(stager, exact_times(stager))(make_windows(cuts, cuts)).max()
         assert bound == pytest.approx(simulated_s(stager, cuts), rel=1e-3)

@@ -40,7 +40,7 @@ DIVISIBLE = Divisible(num_blocks=len(SMALL.blocks))
 
 
 def new_search(cluster: Cluster) -> Search:
-    return Search(model_facts(SMALL), cluster, itemsizes(TRAINING), DIVISIBLE)
+    return Search(model_facts(SMALL), cluster, itemsizes(TRAINING))
 
 
 def cluster_with(tmp_path, usable_bytes: int) -> Cluster:
@@ -60,9 +60,9 @@ def test_no_simulated_candidate_is_below_its_bound():
     found = candidates(cluster, global_batch_size=8, model=DIVISIBLE, pin={})
     steps = {}
     for candidate in found:
-        solved = search.solve(candidate)
-        bound = search.bound(candidate)
-        assert search.scalar_bound(candidate) <= bound * (1 + 1e-9)
+        solved = search.refiner.solve(candidate)
+        bound = search.refiner.stages(candidate)
+        assert search.refiner.scalar(candidate) <= bound * (1 + 1e-9)
         if solved is not None:
             steps[candidate] = solved.step_s
             assert bound <= solved.step_s * (1 + 1e-9), str(candidate)
@@ -84,11 +84,11 @@ def test_no_simulated_virtual_stages_are_below_their_bound(schedule):
     search = new_search(cluster)
     pin: Pins = {"virtual_stages": 2, "schedule": schedule}
     for candidate in candidates(cluster, global_batch_size=8, model=DIVISIBLE, pin=pin):
-        setting = search.setting(candidate)
+        setting = search.pricer.setting(candidate)
         solution = setting.solution(candidate.recompute)
-        stager = search.layout_stager(candidate, setting, solution)
-        bound, num = search.bound(candidate), candidate.pp * candidate.virtual_stages
-        assert search.scalar_bound(candidate) <= bound * (1 + 1e-9)
+        stager = search.pricer.layout_stager(candidate, setting, solution)
+        bound, num = search.refiner.stages(candidate), candidate.pp * candidate.virtual_stages
+        assert search.refiner.scalar(candidate) <= bound * (1 + 1e-9)
         for inner in itertools.combinations(range(1, len(SMALL.blocks)), num - 1):
             cuts = (0, *inner, len(SMALL.blocks))
             solved = simulate_cuts(candidate, setting, solution, stager, cuts)
@@ -159,8 +159,8 @@ def test_matrix_of_bytes_equals_bytes_by_cause():
         )
         for pin in pins
     ):
-        setting = search.setting(candidate)
-        stager = search.stager(candidate, setting.least)
+        setting = search.pricer.setting(candidate)
+        stager = search.pricer.stager(candidate, setting.least)
         for stage in range(candidate.pp):
             matrix = stager.run_peaks(all_runs(len(SMALL.blocks), stage))
             last_stage = stage == candidate.pp - 1
@@ -419,7 +419,7 @@ def test_bounds_are_arrays_without_holes():
     candidate = candidates(
         Cluster("cpu-local"), global_batch_size=8, model=DIVISIBLE, pin={"pp": 2}
     )[0]
-    times = search.setting(candidate).least_times(candidate.recompute)
+    times = search.pricer.setting(candidate).least_times(candidate.recompute)
     assert np.isfinite(times.both).all()
     assert (times.both > 0).all()
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from autopar.solver import search, side_by_side
-from autopar.solver.search import SearchResult
+from autopar.solver.search_result import SearchResult
 from autopar.solver.side_by_side import _Peer, _Told, run_side_by_side
 from tests.solver.small import FOUR, TWO_NODES, instance
 from tests.solver.test_unequal_shares import MIXED
@@ -46,7 +46,7 @@ def test_what_the_fork_solved_is_the_same_here(cluster):
     made = instance(cluster, batch=16)
     found = run_side_by_side(made.search, made.candidates)
     for solved in found.solved:
-        again = made.search.made_again(solved.candidate, solved.solution, solved.cuts)
+        again = made.search.refiner.made_again(solved.candidate, solved.solution, solved.cuts)
         assert again.step_s == solved.step_s
         assert again.stager.peak_bytes(again.cuts) == solved.stager.peak_bytes(solved.cuts)
         assert len(again.beside) == len(solved.beside)
@@ -62,14 +62,14 @@ def test_the_same_is_found_each_time():
 def test_a_fork_that_dies_loses_nothing(monkeypatch, caplog):
     parent = os.getpid()
     made = instance(FOUR)
-    honest = made.search.scalar_bound
+    honest = made.search.refiner.scalar
 
-    def dies(candidate):
+    def dies(candidate, enough_s):
         if os.getpid() != parent:
             os._exit(1)
-        return honest(candidate)
+        return honest(candidate, enough_s)
 
-    monkeypatch.setattr(made.search, "scalar_bound", dies)
+    monkeypatch.setattr(made.search.refiner, "scalar", dies)
     found = run_side_by_side(made.search, made.candidates)
     other = instance(FOUR)
     alone = other.search.run(other.candidates)
@@ -82,12 +82,12 @@ def test_a_fork_that_dies_loses_nothing(monkeypatch, caplog):
 
 def test_what_a_fork_told_before_it_ended_is_read():
     here, there = multiprocessing.Pipe()
-    told = _Told(
-        solved=[], best=None, bound_s=2.0, bounds={}, left=[], unsettled=[], num_candidates=3
-    )
-    _Peer(there).finish(told)
+    rest = SearchResult(best=None, bound_s=2.0, solved=[], bounds={}, num_candidates=3)
+    _Peer(there).finish(_Told(decisions=[], best=None, rest=rest))
     there.close()
-    assert _Peer(here).wait() == told
+    told = _Peer(here).wait()
+    assert told is not None
+    assert (told.rest.bound_s, told.rest.num_candidates) == (2.0, 3)
 
 
 def test_a_fork_that_told_nothing_is_not_waited_for():
@@ -105,21 +105,21 @@ def test_the_fork_ends_when_the_process_that_waits_for_it_is_killed(monkeypatch)
     """As by a scheduler, without a chance to end what it started."""
     monkeypatch.setattr(search, "_MEETING", 1)
     made = instance(TWO_NODES, batch=16)
-    rough, scalar = made.search.rough_bound, made.search.scalar_bound
+    rough, scalar = made.search.refiner.rough, made.search.refiner.scalar
     here, there = multiprocessing.Pipe()
 
     def searches() -> None:
         here.close()
         killed = os.getpid()
 
-        def bound(candidate):
+        def bound(candidate, enough_s):
             if os.getpid() == killed:
                 os.kill(killed, signal.SIGKILL)
             time.sleep(0.4)  # half of the candidates take most of a minute
-            return scalar(candidate)
+            return scalar(candidate, enough_s)
 
-        monkeypatch.setattr(made.search, "rough_bound", lambda c: min(rough(c), 1.0))
-        monkeypatch.setattr(made.search, "scalar_bound", bound)
+        monkeypatch.setattr(made.search.refiner, "rough", lambda c: min(rough(c), 1.0))
+        monkeypatch.setattr(made.search.refiner, "scalar", bound)
         run_side_by_side(made.search, made.candidates)
 
     assert len(made.candidates) > 200

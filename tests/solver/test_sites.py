@@ -48,7 +48,7 @@ def test_messages_go_through_the_link_between_groups_where_they_cross_it():
         for found in instance(MIXED).candidates
         if found.pp == 4 and found.dp == 2 and found.group_order == (0, 1)
     )
-    stager = search.stager(candidate, search.setting(candidate).least)
+    stager = search.pricer.stager(candidate, search.pricer.setting(candidate).least)
     inside, crossing, last = (stager.message_s(1e6, border) for border in range(3))
     assert inside == last < crossing
     assert crossing == pytest.approx(1e-3 + 2e6 / BETWEEN.bytes_per_s)

@@ -10,7 +10,6 @@ from autopar.ir.plan import from_json, to_json
 from autopar.ir.schedules import make_schedule
 from autopar.solver import Cluster
 from autopar.solver.replay import simulate_plan
-from autopar.solver.share_search import ShareSearch
 from autopar.solver.shares import data_ranks, unequal_shares
 from autopar.solver.simulate import SegmentTimes, Work, simulate, simulate_together
 from tests.solver.small import instance, plan
@@ -75,12 +74,11 @@ def test_the_share_of_each_group_costs_what_it_costs_alone():
     """But for waiting: without data axes to reduce over, and with as many micro-batches."""
     made = instance(MIXED, PIN, batch=64)
     candidate = next(found for found in made.candidates if found.shares == (4, 12))
-    assert isinstance(made.search, ShareSearch)
-    solved = made.search.solve(candidate)
+    solved = made.search.refiner.solve(candidate)
     assert solved is not None
     steps = [own.simulation.busy_s[0] for own in solved.beside]
     assert solved.step_s >= max(steps)
-    assert made.search.bound(candidate) <= solved.step_s
+    assert made.search.refiner.stages(candidate) <= solved.step_s
     for own, number in zip(solved.beside, (4, 12), strict=True):
         assert own.candidate.num_micro_batches == number
         both = own.stager.costs.forward_s + own.stager.backward_s()

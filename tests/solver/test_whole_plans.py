@@ -40,12 +40,13 @@ def check(instance: Instance, *, most_layouts: int | None = None) -> None:
     Raises:
         TooLarge: A setting has more layouts.
     """
-    search, whole = instance.search, WholePlans(instance.search, most_layouts=most_layouts)
+    refiner = instance.search.refiner
+    whole = WholePlans(refiner.pricer, most_layouts=most_layouts)
     least = {candidate: whole.least_s(candidate) for candidate in instance.candidates}
     for candidate, step_s in least.items():
-        for bound in (search.rough_bound, search.scalar_bound, search.bound, search.layout_bound):
+        for bound in (refiner.rough, refiner.scalar, refiner.stages, refiner.layouts):
             assert bound(candidate) <= step_s * _SHARE, f"{bound.__name__} of {candidate}"
-    result, fastest = search.run(instance.candidates), min(least.values())
+    result, fastest = instance.search.run(instance.candidates), min(least.values())
     assert result.bound_s <= fastest * _SHARE
     if result.best is None:
         assert math.isinf(fastest) or result.unsettled

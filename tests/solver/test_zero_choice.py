@@ -88,13 +88,13 @@ def test_no_choice_of_stages_is_faster_than_what_is_proved(share: float, schedul
     made = instance(FOUR.with_memory(int(highest + share * (lowest - highest))), pin, batch=16)
     (candidate,) = (c for c in made.candidates if c.recompute == "blocks")
     search = made.search
-    setting = search.setting(candidate)
+    setting = search.pricer.setting(candidate)
     solution = setting.solution("blocks")
-    bound = max(search.scalar_bound(candidate), search.bound(candidate))
-    solved = search.solve(candidate)
+    bound = max(search.refiner.scalar(candidate), search.refiner.stages(candidate))
+    solved = search.refiner.solve(candidate)
     assert solved is not None
     assert bound <= solved.step_s
-    choice = search.chunk_choice(candidate, setting, solution)
+    choice = search.pricer.chunk_choice(candidate, setting, solution)
     own = [stager.candidate for stager in with_stages_chosen(choice, CUTS)]
     assert len(set(own)) == len(own)
     fastest = np.inf

@@ -22,10 +22,10 @@ from autopar.solver.facts import Floats
 from autopar.solver.layout.problem import Solution
 from autopar.solver.loss_chunks import NUMBERS
 from autopar.solver.mixed import AnySetting, MixedSetting
-from autopar.solver.search import Search
-from autopar.solver.share_search import ShareSearch
+from autopar.solver.pricer import Pricer
 from autopar.solver.solved import Solved, simulate_cuts
 from autopar.solver.stages import Stager
+from autopar.solver.unequal_shares import UnequalSolver
 from autopar.solver.virtual_cuts import virtual_cuts
 from autopar.solver.zero_choice import with_stages_chosen
 from tests.solver.layouts import all_layouts
@@ -42,10 +42,10 @@ where blocks have stages of their own.
 
 
 class WholePlans:
-    """Enumerates plans of the candidates of a search; layouts are enumerated once for a setting."""
+    """Enumerates plans of candidates; layouts are enumerated once for a setting."""
 
-    def __init__(self, search: Search, *, most_layouts: int | None = None) -> None:
-        self.search, self.most_layouts = search, most_layouts
+    def __init__(self, pricer: Pricer, *, most_layouts: int | None = None) -> None:
+        self.pricer, self.most_layouts = pricer, most_layouts
         self._layouts: dict[int, tuple[AnySetting, tuple[Solution, ...]]] = {}
 
     def plans(self, candidate: Candidate) -> Iterator[Solved]:
@@ -59,9 +59,9 @@ class WholePlans:
         if candidate.shares:
             yield from self._share_plans(candidate)
             return
-        setting = self.search.setting(candidate)
-        own = _Layouts(self.search, candidate, setting, self.layouts(setting))
-        num = len(self.search.facts.model.blocks)
+        setting = self.pricer.setting(candidate)
+        own = _Layouts(self.pricer, candidate, setting, self.layouts(setting))
+        num = len(self.pricer.facts.model.blocks)
         for inner in itertools.combinations(range(1, num), candidate.pp - 1):
             yield from own.plans((0, *inner, num))
 
@@ -69,12 +69,13 @@ class WholePlans:
         """With one ZeRO stage for all blocks; and of some layouts with stages of their own for
         each, none of which could be lower.
         """
-        setting, num = self.search.setting(candidate), len(self.search.facts.model.blocks)
+        setting = self.pricer.setting(candidate)
+        num = len(self.pricer.facts.model.blocks)
         for zero_stage in range(1, candidate.zero_stage + 1):
             own = dataclasses.replace(candidate, zero_stage=zero_stage, zero_open=False)
             yield from self.plans(own)
         highest = dataclasses.replace(candidate, zero_open=False)
-        layouts = _Layouts(self.search, highest, setting, self.layouts(setting)[:_MIXED_LAYOUTS])
+        layouts = _Layouts(self.pricer, highest, setting, self.layouts(setting)[:_MIXED_LAYOUTS])
         for inner in itertools.combinations(range(1, num), candidate.pp - 1):
             cuts = (0, *inner, num)
             for number in range(len(layouts.solutions)):
@@ -111,27 +112,26 @@ class WholePlans:
         """With every layout, and every set of blocks that is computed again and none of which could
         be left out.
         """
-        search = self.search
-        assert isinstance(search, ShareSearch)
-        able = frozenset(np.flatnonzero(search.facts.repeated_blocks("full")).tolist())
-        for solution in self.layouts(search.setting(candidate)):
+        pricer, solver = self.pricer, UnequalSolver(self.pricer)
+        able = frozenset(np.flatnonzero(pricer.facts.repeated_blocks("full")).tolist())
+        for solution in self.layouts(pricer.setting(candidate)):
             found: list[Again] = []
             for again in choices(able if candidate.recompute == "blocks" else frozenset()):
                 if any(is_less(other, again) for other in found):
                     continue
                 own = again.of(candidate) if candidate.recompute == "blocks" else candidate
-                if search.fits(own, solution):
+                if solver.fits(own, solution):
                     found.append(again)
-                    yield search.simulated(own, solution)
+                    yield solver.simulated(own, solution)
 
     def _virtual_plans(self, candidate: Candidate) -> Iterator[Solved]:
         """With virtual stages the space has one layout, a few cuts, and for each the blocks that
         have to be computed again, the chunks of the loss, and a few choices of ZeRO stages.
         """
-        search, setting = self.search, self.search.setting(candidate)
+        pricer, setting = self.pricer, self.pricer.setting(candidate)
         solution = setting.solution(candidate.recompute)
-        choice = search.chunk_choice(candidate, setting, solution)
-        for cuts in virtual_cuts(search.stager(candidate, setting.whole)):
+        choice = pricer.chunk_choice(candidate, setting, solution)
+        for cuts in virtual_cuts(pricer.stager(candidate, setting.whole)):
             for chosen in with_stages_chosen(choice, cuts):
                 yield simulate_cuts(chosen.candidate, setting, solution, chosen, cuts)
 
@@ -145,13 +145,13 @@ class _Layouts:
 
     def __init__(
         self,
-        search: Search,
+        pricer: Pricer,
         candidate: Candidate,
         setting: AnySetting,
         solutions: Sequence[Solution],
     ) -> None:
         self.candidate, self.setting = candidate, setting
-        choices = [search.chunk_choice(candidate, setting, found) for found in solutions]
+        choices = [pricer.chunk_choice(candidate, setting, found) for found in solutions]
         numbers = (1, *NUMBERS) if candidate.chunks_open else (candidate.loss_chunks,)
         variants = [
             (choice.stager(number), solution)
