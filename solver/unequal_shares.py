@@ -88,7 +88,7 @@ class UnequalSolver:
         solution = self.pricer.setting(candidate).solution(candidate.recompute)
         return self.simulated(candidate, solution)
 
-    def made_again(self, candidate: Candidate, solution: Solution, _: tuple[int, ...]) -> Solved:
+    def made_again(self, candidate: Candidate, solution: Solution, cuts: tuple[int, ...]) -> Solved:
         """See ``Solver``."""
         return self.simulated(candidate, solution)
 
@@ -96,7 +96,7 @@ class UnequalSolver:
         """See ``Solver``."""
         return nothing_left(candidate, solved)
 
-    def improved(self, _: Candidate, solved: Solved) -> Solved:
+    def improved(self, candidate: Candidate, solved: Solved) -> Solved:
         """See ``Solver``: one stage has no cuts."""
         return solved
 

@@ -293,6 +293,7 @@ ADDED_LATER = {
     for module in (plan_module, plan_search)
     for found in vars(module).values()
     if isinstance(found, type) and dataclasses.is_dataclass(found)
+    if found.__module__ == module.__name__  # a mesh has degrees by default, a plan's has not
     for field in dataclasses.fields(found)
     if (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
 } - {"format", "version"}
