@@ -7,7 +7,7 @@ import json
 
 from autopar import api
 from autopar.ir.plan import Plan, read_plan
-from autopar.ir.units import bytes_text, seconds_text
+from autopar.ir.units import bytes_text, counted, seconds_text
 from autopar.ir.zero_stages import zero_text
 
 
@@ -46,7 +46,7 @@ def _text(plan: Plan, simulation: api.Simulation) -> str:
     zero = zero_text(schedule.zero_stage, schedule.zero_stages)
     title = (
         f"step {seconds_text(simulation.step_s)}: {schedule.name}{virtual}{extra}, ZeRO stage "
-        f"{zero}, {batch.num_micro_batches} micro-batches"
+        f"{zero}, {counted(batch.num_micro_batches, 'micro-batches')}"
     )
     rows = [("stage", "busy", "exposed", "waiting", "bubble", "holds at most")]
     rows += [

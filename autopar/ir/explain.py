@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from autopar.ir.explain_search import objective, rejected, runners_up, shadow_prices
 from autopar.ir.kernels import DEFAULT_KERNELS
 from autopar.ir.tables import named_rows
-from autopar.ir.units import bytes_text, seconds_text
+from autopar.ir.units import bytes_text, counted, seconds_text
 from autopar.ir.zero_stages import block_zero_stages, zero_text
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def _summary(plan: Plan) -> str:
             f"MFU {prediction.mfu:.1%}, fullest rank "
             f"{bytes_text(prediction.fullest.peak_bytes)} of {bytes_text(prediction.usable_bytes)}",
             f"  {certificate.statement} "
-            f"({certificate.num_candidates} candidates bounded, {certificate.num_solved} solved, "
-            f"{certificate.solve_s:.1f} s)",
+            f"({counted(certificate.num_candidates, 'candidates')} bounded, "
+            f"{certificate.num_solved} solved, {certificate.solve_s:.1f} s)",
         )
     )
 
@@ -102,8 +102,9 @@ def _batch(plan: Plan) -> str:
         size = batch.micro_batch_size
         return f"{batch.global_batch_size} sequences in micro-batches of {size}: {shares}"
     text = (
-        f"{batch.global_batch_size} sequences = {batch.num_micro_batches} micro-batches × "
-        f"{batch.micro_batch_size} × {ranks} data ranks"
+        f"{counted(batch.global_batch_size, 'sequences')} = "
+        f"{counted(batch.num_micro_batches, 'micro-batches')} × {batch.micro_batch_size} × "
+        f"{counted(ranks, 'data ranks')}"
     )
     last = batch.last_size(ranks)
     return text if last == batch.micro_batch_size else f"{text}, the last micro-batch of {last}"
@@ -122,7 +123,7 @@ def _stages(plan: Plan) -> str:
         lines.append(
             (
                 f"stage {stage}",
-                f"blocks {runs} in {len(held)} segment{'s' * (len(held) != 1)}"
+                f"blocks {runs} in {counted(len(held), 'segments')}"
                 + (f" on {nodes}" if nodes else "")
                 + (f", computed again: {again}" if again else "")
                 + (f", computed again by op: {by_op}" if by_op else "")

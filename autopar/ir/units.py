@@ -11,3 +11,8 @@ def seconds_text(seconds: float) -> str:
 def bytes_text(num: int) -> str:
     """``1.23 GiB``, or ``12.34 MiB`` below a tenth of one."""
     return f"{num / _GIB:.2f} GiB" if num >= _GIB / 10 else f"{num / 2**20:.2f} MiB"
+
+
+def counted(num: int, things: str) -> str:
+    """``1 block``, ``2 blocks``; ``things`` is the regular plural."""
+    return f"{num:,} {things if num != 1 else things.removesuffix('s')}"
