@@ -117,14 +117,14 @@ class ParameterLayout:
 
     def _chunked(self, chunks: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Equal-shaped views of both, which cover ``values``: full chunks, and the short one."""
-        rows, num_rows = self.chunk_rows, self.local_shape[0]
-        values = values.reshape(num_rows, self.row_numel)
-        num_full, rest = divmod(num_rows, rows)
-        full = chunks[:num_full, : rows * self.row_numel].unflatten(1, (rows, self.row_numel))
-        views = [(full, values[: num_full * rows].unflatten(0, (num_full, rows)))]
+        rows, row_numel = self.chunk_rows, self.row_numel
+        num_full, rest = divmod(self.local_shape[0], rows)
+        width, rest = rows * row_numel, rest * row_numel
+        values = values.reshape(-1)
+        whole = values if rest == 0 else values[: num_full * width]
+        views = [(chunks[:num_full, :width], whole.view(num_full, width))]
         if rest:
-            short = chunks[num_full, : rest * self.row_numel].unflatten(0, (rest, self.row_numel))
-            views.append((short, values[num_full * rows :]))
+            views.append((chunks[num_full, :rest], values[num_full * width :]))
         return views
 
 
