@@ -294,6 +294,7 @@ def schedule_of(plan: Plan) -> Schedule:
         plan.batch.num_micro_batches,
         zero_stage=segment_zero_stages(plan),
         extra_in_flight=plan.schedule.extra_in_flight,
+        offloaded=plan.offloaded_segments(),
     )
 
 

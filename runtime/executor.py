@@ -17,11 +17,12 @@ from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, PIPELINE_AXIS, TENSOR_AXIS
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, bind_axes
 from autopar.ir.randomness import Drawing
-from autopar.ir.schedule import COMPUTING, Action, ActionKind, Schedule
+from autopar.ir.schedule import COMPUTING, COPYING, Action, ActionKind, Schedule
 from autopar.ir.schedule_checks import channel_of
 from autopar.runtime.communicator import CommunicationError, Communicator
 from autopar.runtime.message_parts import Part, part_of
 from autopar.runtime.micro_batches import own_rows, sequences
+from autopar.runtime.offloaded_activations import OffloadedActivations
 from autopar.runtime.parameter_store import ParameterStore
 from autopar.runtime.parameter_unit import HeldGradients
 from autopar.runtime.segment_runner import failing_op
@@ -69,6 +70,10 @@ class Executor:
         data_rank = communicator.mesh.coordinates(communicator.rank)[DATA_AXIS]
         self._num_micro_batches = plan.batch.micro_batches_of(data_rank)
         self._num_reductions = num_reductions(schedule, self.stage)
+        self._offloaded = OffloadedActivations(communicator.device)
+        self._offloads = {
+            a.segment for a in self._actions if a.kind is ActionKind.OFFLOAD_ACTIVATIONS
+        }
         self._in_parts = any(a.kind is ActionKind.BACKWARD_WEIGHT for a in self._actions)
         bound = bind_axes(
             program,
@@ -100,6 +105,7 @@ class Executor:
         self._store.begin_step(self._num_reductions)
         for action in self._actions:
             self._perform(action, update)
+        self._offloaded.clear()
         self._state, self._inputs = StepState(), None
 
     def _perform(self, action: Action, update: Callable[[StepState], None]) -> None:
@@ -124,6 +130,10 @@ class Executor:
                     self._store.free(action.segment)
                 case ActionKind.REDUCE_GRADIENTS:
                     self._store.start_reduce(action.segment)
+                case ActionKind.OFFLOAD_ACTIVATIONS:
+                    self._offloaded.offload((action.segment, action.micro_batch))
+                case ActionKind.FETCH_ACTIVATIONS:
+                    self._offloaded.fetch((action.segment, action.micro_batch))
                 case ActionKind.OPTIMIZER:
                     for work in self._state.sends:
                         work.wait()
@@ -141,7 +151,7 @@ class Executor:
         data ranks have a larger share of the batch. Parameters are gathered and gradients reduced
         all the same, as those take part.
         """
-        per_micro_batch = action.kind in COMPUTING or action.kind in _MESSAGES
+        per_micro_batch = action.kind in (*COMPUTING, *COPYING, *_MESSAGES)
         return per_micro_batch and action.micro_batch >= self._num_micro_batches
 
     def _forward(self, action: Action) -> None:
@@ -160,7 +170,10 @@ class Executor:
         ]
         deferred = Deferred() if self._in_parts else None
         numbers = self._numbers(action.micro_batch)
-        with torch.set_grad_enabled(self._learns):
+        keeping: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if action.segment in self._offloads:
+            keeping = self._offloaded.shelf(cell, arguments).hooks()
+        with torch.set_grad_enabled(self._learns), keeping:
             made = form.runners[action.segment](arguments, numbers, deferred)
         results = dict(zip(segment.results, made, strict=True))
         seed = None
@@ -190,6 +203,7 @@ class Executor:
             (tape.seed,) if tape.seed is not None else self._state.gradients.pop(cell).wait()
         )
         self._store.finish_gather(action.segment)
+        self._offloaded.wait(cell)
         roots = [
             (edge, gradient)
             for edge, gradient in zip(tape.edges, gradients, strict=True)
@@ -317,6 +331,7 @@ class Executor:
                 f" in {op}" if op else ""
             )
         self._state = StepState()
+        self._offloaded.clear()
         self._store.drop_gradients()
         self._communicator.report_failure(message)
         hint = error.hint if isinstance(error, AutoparError) else None

@@ -45,10 +45,14 @@ class HostCopies:
             self._inward, self._outward = torch.Stream(device), torch.Stream(device)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory of the host, from and to which copies run beside compute; zeros."""
-        return torch.zeros(
+        """Memory of the host, from and to which copies run beside compute."""
+        return torch.empty(
             tuple(shape), dtype=dtype, device=self._host, pin_memory=self._has_streams
         )
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """``empty``, filled with zeros."""
+        return self.empty(shape, dtype).zero_()
 
     def is_home(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is memory such as ``empty`` gives."""
@@ -65,6 +69,21 @@ class HostCopies:
                 torch.empty_like(source, device=self.device).copy_(source, non_blocking=True)
                 for source in sources
             )
+            return Copy(tensors=tensors, done=self._inward.record_event())
+
+    def bring_in_order(self, sources: Sequence[Tensor], *, after: Copy) -> Copy:
+        """As ``bring``, once what was computed until now is done, too: the tensors are memory that
+        is free by then, and is free again for what is computed after their last use.
+        """
+        if not self._has_streams:
+            return self.bring(sources)
+        tensors = tuple(torch.empty_like(source, device=self.device) for source in sources)
+        self._inward.wait_event(torch.accelerator.current_stream().record_event())
+        if after.done is not None:
+            self._inward.wait_event(after.done)
+        with self._inward:
+            for source, tensor in zip(sources, tensors, strict=True):
+                tensor.copy_(source, non_blocking=True)
             return Copy(tensors=tensors, done=self._inward.record_event())
 
     def send(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Copy:

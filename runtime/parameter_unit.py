@@ -79,7 +79,7 @@ class ParameterUnit:
             self._shard_numel, dtype=self._master_dtype, device=device
         )
         if host is not None and self._master_dtype != compute_dtype:
-            self._master = host.empty((self._shard_numel,), self._master_dtype)
+            self._master = host.zeros((self._shard_numel,), self._master_dtype)
             self._shard = self._shard.to(compute_dtype)
         self.parameters: Mapping[str, nn.Parameter] = {
             layout.name: nn.Parameter(

@@ -23,6 +23,7 @@ recompute in g) and w + 1 its forwards before the first backward (w = min(M, p â
     and the reductions of every stage that the last micro-batch passes on its way back slow its
     backward there down
 (H) on a single stage with ZeRO 3 and 1F1B, what it waits for between two micro-batches (``turns``)
+(I) copies of offloaded activations of all micro-batches, to the host or back, one after the other
 
 Every form is a sum over the blocks of the stage plus a constant, so that ``cuts`` finds the cuts
 that minimize the largest of them. Where stages are on nodes of different kinds, the constant is the
@@ -203,6 +204,7 @@ class StageBounds:
             waiting = total + (num - 1) * run + self.messages[0] + beside
             bound = np.where(stage == candidate.pp - 1, np.maximum(bound, waiting), bound)
         bound = np.maximum(bound + added, stream)  # (C), (D)
+        bound = np.maximum(bound, num * self.stager.run_copy_s(runs))  # (I)
         return np.where(np.isfinite(needed), bound, np.inf)
 
     def _messages(self) -> Floats:

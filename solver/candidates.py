@@ -93,6 +93,8 @@ class Candidate:
     loss_chunks: int = 1
     chunks_open: bool = False
     offload_optimizer: bool = False  # master weights and optimizer state are on the host
+    offload_activations: int = 0  # so many blocks of each stage have theirs on the host meanwhile
+    offloaded_blocks: tuple[int, ...] = ()  # these, once cuts are known
     zero_stages: tuple[int, ...] = ()  # of each block, where some have another than zero_stage
     zero_open: bool = False
     group_order: tuple[int, ...] = ()  # groups of nodes in the order of ranks; of one kind: none
@@ -121,6 +123,11 @@ class Candidate:
         fastest layout, and with ``virtual_cuts``.
         """
         return self.virtual_stages > 1
+
+    @property
+    def leaves_offloaded_open(self) -> bool:
+        """Whether cuts have to say which blocks have their activations offloaded."""
+        return self.offload_activations > 0 and not self.offloaded_blocks
 
     @property
     def leaves_again_open(self) -> bool:
@@ -188,6 +195,7 @@ class Candidate:
         if self.schedule == "layered" and self.pp > 1:
             return False
         by_block = self.recompute in ("full", "selective_layer") or self.zero_stages != ()
+        by_block = by_block or self.offload_activations > 0
         return self.dp * self.cp * self.ep > 1 or by_block or self.schedule == "layered"
 
     def _zero_text(self) -> str:
@@ -201,6 +209,12 @@ class Candidate:
             f"{len(blocks)} block{'s' * (len(blocks) > 1)}{how}" for blocks, how in listed if blocks
         ]
         return " and ".join(parts) or self.recompute
+
+    def _offloaded_text(self) -> str:
+        if not self.offload_activations:
+            return ""
+        num = len(self.offloaded_blocks) or f"{self.offload_activations} of each stage"
+        return f", activations of {num} block{'s' * (num != 1)} offloaded"
 
     def _number_text(self) -> str:
         return " or ".join(map(str, self.shares or (self.num_micro_batches,)))
@@ -222,5 +236,6 @@ class Candidate:
             + (f", {self.extra_in_flight} more in flight" if self.extra_in_flight else "")
             + (f", loss in {self.loss_chunks} chunks" if self.loss_chunks > 1 else "")
             + ", optimizer state offloaded" * self.offload_optimizer
+            + self._offloaded_text()
             + self._order_text()
         )

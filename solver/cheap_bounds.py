@@ -84,6 +84,7 @@ class CheapBounds:
             *(candidate.pp, candidate.dp, candidate.num_shards, candidate.zero_stage),
             *(candidate.num_micro_batches if candidate.schedule == "layered" else 0,),
             *(candidate.recompute, candidate.group_order, candidate.zero_stages),
+            *(candidate.offload_optimizer, candidate.offload_activations),
             candidate.setting_key,
         )
         if key not in self._fits:

@@ -181,10 +181,11 @@ def _room(stager: Stager, stage: int, cuts: Sequence[int], room_bytes: float) ->
     nothing = replace(stager, candidate=NOTHING.of(stager.candidate))
     costs, runs = stager.costs, stager.virtual_stages(stage, cuts)
     moments = nothing.moments(stage, cuts)
-    whole, by_op = whole_saved_bytes(stager), op_saved_bytes(costs)
+    here = 1 - stager.offloaded()
+    whole, by_op = whole_saved_bytes(stager) * here, op_saved_bytes(costs) * here
     if not stager.candidate.per_block:  # the first block keeps its input in any case
         firsts = [first for first, _ in runs]
-        whole[firsts] = (costs.held_bytes * costs.again("full"))[firsts]
+        whole[firsts] = (costs.held_bytes * costs.again("full") * here)[firsts]
     found: dict[_Alike, _Alike] = {}
     columns = (
         by_op,

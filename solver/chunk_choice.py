@@ -116,7 +116,8 @@ class ChunkChoice:
 
 
 def fitting(stager: Stager, cuts: tuple[int, ...]) -> Stager | None:
-    """With its recomputed blocks chosen, or as it is; None where it does not fit."""
+    """With its offloaded and recomputed blocks chosen, or as it is; None where it does not fit."""
+    stager = stager.decided(cuts)
     if stager.candidate.recompute == "blocks":
         return choose_blocks(stager, cuts)
     return stager if stager.fits(cuts) else None

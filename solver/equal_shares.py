@@ -79,8 +79,12 @@ class EqualSolver:
         if not found:  # no cuts fit: those that are fastest
             bounds = stage_bounds(stager, times, lambda runs: np.zeros(runs.length.shape))
             found = (best_cuts(bounds, bounds.reach.anywhere())[1],)
+        decided = [stager.decided(cuts) for cuts in found]
         return min(
-            (simulate_cuts(candidate, setting, solution, stager, cuts) for cuts in found),
+            (
+                simulate_cuts(own.candidate, setting, solution, own, cuts)
+                for own, cuts in zip(decided, found, strict=True)
+            ),
             key=lambda solved: solved.step_s,
         )
 

@@ -17,6 +17,13 @@ from autopar.solver.predict import predict
 from autopar.solver.refiner import Refiner
 from autopar.solver.space import candidates
 
+_UNLESS_PINNED: Pins = {
+    "virtual_stages": 1,
+    "loss_chunks": 1,
+    "offload_optimizer": 0,
+    "offload_activations": 0,
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
@@ -92,7 +99,7 @@ class Estimator:
             self.cluster,
             global_batch_size=global_batch_size,
             model=self.divisible,
-            pin={"virtual_stages": 1, "loss_chunks": 1, "offload_optimizer": 0, **as_given, **pin},
+            pin={**_UNLESS_PINNED, **as_given, **pin},
         )
         only = found[0]
         names = [

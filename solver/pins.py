@@ -24,6 +24,7 @@ INTEGER_PINS = (
     "loss_parallel",
     "loss_chunks",
     "offload_optimizer",
+    "offload_activations",
 )
 CHOICE_PINS: Mapping[str, tuple[str, ...]] = {
     "recompute": get_args(RecomputeName),
@@ -43,6 +44,7 @@ _RANGES: Mapping[str, tuple[int, int | None]] = {
     "sequence_parallel": (0, 1),
     "loss_parallel": (0, 1),
     "offload_optimizer": (0, 1),
+    "offload_activations": (0, None),
     "extra_in_flight": (0, None),
 }
 Pins = Mapping[str, int | str]
@@ -94,6 +96,7 @@ def check_pins(pin: Pins, cluster: Cluster, global_batch_size: int) -> None:
     _check_batch(pin, global_batch_size)
     _check_zero(pin)
     _check_virtual(pin)
+    _check_offload(pin)
 
 
 def _check_groups(pin: Pins, cluster: Cluster) -> None:
@@ -259,4 +262,29 @@ def _check_virtual(pin: Pins) -> None:
         raise InputError(
             f"extra_in_flight={pin['extra_in_flight']} and schedule={pin['schedule']!r} are "
             f"pinned; only {' and '.join(DEEPENED)} can have more micro-batches in flight"
+        )
+
+
+def _check_offload(pin: Pins) -> None:
+    num = pin.get("offload_activations")
+    if not num:
+        return
+    pinned = f"offload_activations={num}"
+    if pin.get("recompute", "blocks") not in ("none", "blocks"):
+        raise InputError(
+            f"{pinned} and recompute={pin['recompute']!r} are pinned, but that says of every block "
+            "what is kept of it",
+            hint="recompute=blocks or none, or leave it open",
+        )
+    if pin.get(ZERO_PIN) == "open":
+        raise InputError(
+            f"{pinned} and {ZERO_PIN}='open' are pinned, but ZeRO stages of blocks are not chosen "
+            "beside offloaded activations",
+            hint="pin zero_stage",
+        )
+    if pin.get("schedule") == "layered" and pin.get("pp", 1) != 1:
+        raise InputError(
+            f"{pinned}, schedule='layered' and pp={pin['pp']} are pinned, but then blocks of a "
+            "stage are one segment, and offloaded ones are segments by themselves",
+            hint="another schedule, or pp=1",
         )

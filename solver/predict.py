@@ -109,6 +109,7 @@ def _action_costs(solved: Solved) -> ActionCosts:
                 held_bytes=times.held_bytes[k],
                 weight_s=times.weight_s[k] if times.weight_s else 0.0,
                 weight_bytes=times.weight_bytes[k] if times.weight_bytes else 0,
+                copy_s=times.copy_s[k] if times.copy_s else 0.0,
             )
             for k in range(len(solved.segments))
         ),
@@ -138,8 +139,9 @@ def _rank(solved: Solved, stage: int, whole: Candidate) -> RankPrediction:
     again = total(costs.forward_s * stager.again() + costs.op_again_s * stager.by_op())
     adding = total(stager.adding_s())
     optimizer, copying = optimizer_s(stager, solved.segments)[stage], total(stager.copying_s())
-    busy, exposed = solved.simulation.busy_s[stage], solved.simulation.exposed_s[stage]
-    own = num * (compute + comm + again + adding) + optimizer
+    simulation, inline = solved.simulation, total(stager.inline_copy_s())
+    busy, exposed = simulation.busy_s[stage], simulation.exposed_s[stage]
+    own = num * (compute + comm + again + adding + inline) + optimizer
     slowed = busy - own
     seconds = {
         "compute": num * compute,
@@ -148,9 +150,10 @@ def _rank(solved: Solved, stage: int, whole: Candidate) -> RankPrediction:
         "adding gradients": num * adding,
         "optimizer": optimizer - copying,
         "copies of optimizer state": copying,
+        "copies of activations": num * inline + simulation.copying_s[stage],
         "exposed data-parallel communication": exposed,
         "slowdown by hidden communication": slowed if slowed > _ROUNDING * busy else 0.0,
-        WAITING: max(0.0, solved.step_s - busy - exposed),
+        WAITING: max(0.0, solved.step_s - busy - exposed - simulation.copying_s[stage]),
     }
     causes = stager.bytes_by_cause(stage, solved.cuts)
     is_mixed = bool(whole.group_order)
@@ -165,4 +168,5 @@ def _rank(solved: Solved, stage: int, whole: Candidate) -> RankPrediction:
         seconds_by_cause=seconds,
         nodes=sites.names(stage) if is_mixed else None,
         usable_bytes=int(sites.usable_bytes[stage]) if is_mixed else None,
+        host_bytes=stager.host_bytes(stage, solved.cuts),
     )

@@ -125,6 +125,8 @@ def priced_again_s(stager: Stager, runs: Runs, beyond: Mapping[float, Floats]) -
             beyond the seconds of blocks.
     """
     candidate, inputs = stager.candidate, runs.sums(stager.input_kept_bytes())
+    if candidate.offload_activations:
+        return np.zeros(runs.length.shape)  # they may keep nothing
     room = stager.run_room(runs, exact=False) / stager.flying[runs.stage] - inputs
     found = np.zeros(room.shape)
     for price, values in beyond.items():

@@ -44,6 +44,7 @@ def _work(plan: Plan, costs: ActionCosts, num_micro_batches: int) -> Work:
             num_micro_batches,
             zero_stage=segment_zero_stages(plan),
             extra_in_flight=plan.schedule.extra_in_flight,
+            offloaded=plan.offloaded_segments(),
         ),
         times=segment_times_of(costs),
         optimizer_s=costs.optimizer_s,
@@ -63,4 +64,5 @@ def segment_times_of(costs: ActionCosts) -> SegmentTimes:
         held_bytes=tuple(segment.held_bytes for segment in segments),
         weight_s=tuple(segment.weight_s for segment in segments),
         weight_bytes=tuple(segment.weight_bytes for segment in segments),
+        copy_s=tuple(segment.copy_s for segment in segments),
     )

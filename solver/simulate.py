@@ -3,6 +3,8 @@
 A rank has a compute stream and a communication stream. Computing actions wait for their message and
 for the gathers of their segment; gathers and reductions queue on the communication stream from
 the moment they are issued. Compute beside communication is slowed down by a share of the overlap.
+Copies of offloaded activations have a stream to the host and one back, beside all else: a copy out
+waits for the one before it, a copy back for the copy out, and a backward for its copy back.
 
 A compact schedule is simulated run by run: while the communication stream is idle, a run takes the
 sum of its actions, which is exact because nothing happens between them. Otherwise, and where the
@@ -18,7 +20,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.errors import ScheduleError
-from autopar.ir.schedule import COMPUTING, Action, ActionKind, CompactSchedule, Run, Schedule
+from autopar.ir.schedule import (
+    COMPUTING,
+    RETURNING,
+    Action,
+    ActionKind,
+    CompactSchedule,
+    Run,
+    Schedule,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +37,7 @@ class SegmentTimes:
 
     ``held_bytes`` live from a forward to its backward. Of a backward in two parts, ``weight_s`` of
     ``backward_s`` is the weight part, and ``weight_bytes`` live between the parts; none by default.
+    ``copy_s`` is what copying offloaded activations takes, either way.
     """
 
     forward_s: tuple[float, ...]
@@ -37,6 +48,7 @@ class SegmentTimes:
     held_bytes: tuple[int, ...]
     weight_s: tuple[float, ...] = ()
     weight_bytes: tuple[int, ...] = ()
+    copy_s: tuple[float, ...] = ()
 
     def seconds(self, kind: ActionKind, segment: int) -> float:
         """Of a computing action."""
@@ -78,6 +90,7 @@ class Simulation:
         step_s: Until the last stage's optimizer is done.
         busy_s: Compute of each stage, without waiting.
         exposed_s: Waiting for gathers and reductions, by stage.
+        copying_s: Waiting for copies of offloaded activations, by stage.
         peak_held_bytes: The most that forwarded and not yet backwarded segments hold, by stage; of
             backwards in two parts also what lives between them.
         timeline: Computing and communicating actions of each stage, where it is recorded.
@@ -87,15 +100,16 @@ class Simulation:
     step_s: float
     busy_s: tuple[float, ...]
     exposed_s: tuple[float, ...]
+    copying_s: tuple[float, ...]
     peak_held_bytes: tuple[int, ...]
     timeline: tuple[tuple[Event, ...], ...]
     messages: tuple[tuple[Event, ...], ...]
 
     @property
     def waiting_s(self) -> tuple[float, ...]:
-        """Waiting for other stages, by stage: what is neither busy nor exposed."""
-        pairs = zip(self.busy_s, self.exposed_s, strict=True)
-        return tuple(max(0.0, self.step_s - busy - exposed) for busy, exposed in pairs)
+        """Waiting for other stages, by stage: all other time."""
+        known = zip(self.busy_s, self.exposed_s, self.copying_s, strict=True)
+        return tuple(max(0.0, self.step_s - sum(seconds)) for seconds in known)
 
     @property
     def bubble(self) -> tuple[float, ...]:
@@ -213,6 +227,7 @@ def _simulation(ranks: Sequence[_Rank], step_s: float) -> Simulation:
         step_s=step_s,
         busy_s=tuple(rank.busy_s for rank in ranks),
         exposed_s=tuple(rank.exposed_s for rank in ranks),
+        copying_s=tuple(rank.copying_s for rank in ranks),
         peak_held_bytes=tuple(rank.peak_bytes for rank in ranks),
         timeline=tuple(tuple(rank.events) for rank in ranks),
         messages=tuple(tuple(rank.sent) for rank in ranks),
@@ -259,9 +274,14 @@ class _Rank:
     comm_clock: float = 0.0
     busy_s: float = 0.0
     exposed_s: float = 0.0
+    out_clock: float = 0.0
+    back_clock: float = 0.0
+    copying_s: float = 0.0
     held_bytes: int = 0
     peak_bytes: int = 0
     gathered: dict[int, float] = field(default_factory=dict)
+    offloaded: dict[tuple[int, int], float] = field(default_factory=dict)  # when it is on the host
+    fetched: dict[tuple[int, int], float] = field(default_factory=dict)  # when it is back
     comm: deque[tuple[float, float]] = field(default_factory=deque)
     forward: dict[tuple[int, ...], _Totals] = field(default_factory=dict)
     backward: dict[tuple[int, ...], _Totals] = field(default_factory=dict)
@@ -303,6 +323,11 @@ class _Rank:
                     break
                 if arrival > clock:
                     clock = arrival
+            if self.fetched and kind in RETURNING:
+                back = self.fetched.pop((segments[0], micro_batch), 0.0)
+                if back > clock:
+                    self.copying_s += back - clock
+                    clock = back
             found = known.get(segments)
             if found is None:
                 found = known[segments] = self.totals(kind, segments)
@@ -370,10 +395,29 @@ class _Rank:
             self.gathered[segment] = done
         elif kind is ActionKind.REDUCE_GRADIENTS:
             return self.communicate(action, self.times.reduce_s[segment]) is not None
+        elif kind is ActionKind.OFFLOAD_ACTIVATIONS:
+            self.offload(action)
+        elif kind is ActionKind.FETCH_ACTIVATIONS:
+            self.fetch(action)
         elif kind is ActionKind.OPTIMIZER:
             self.wait_for_comm(self.comm_clock)
             self.occupy(action, self.optimizer_s)
         return True
+
+    def offload(self, action: Action) -> None:
+        """Start to copy to the host, once the copy before is done."""
+        start = max(self.clock, self.out_clock)
+        self.copying_s += start - self.clock
+        self.clock, self.out_clock = start, start + self.times.copy_s[action.segment]
+        self.offloaded[action.segment, action.micro_batch] = self.out_clock
+        self.note(action, start, self.out_clock)
+
+    def fetch(self, action: Action) -> None:
+        """Start to copy back, after other copies back and its copy out."""
+        cell = action.segment, action.micro_batch
+        start = max(self.clock, self.back_clock, self.offloaded.pop(cell))
+        self.fetched[cell] = self.back_clock = start + self.times.copy_s[action.segment]
+        self.note(action, start, self.back_clock)
 
     def send(self, action: Action) -> None:
         """Start a message; sending takes the stage no time."""

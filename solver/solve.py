@@ -184,6 +184,7 @@ def make_plan(
             extra_in_flight=candidate.extra_in_flight,
             loss_chunks=candidate.loss_chunks,
             offload_optimizer=candidate.offload_optimizer,
+            offloaded_blocks=candidate.offloaded_blocks,
             zero_stages=exceptions_of(candidate.zero_stage, candidate.zero_stages),
         ),
         training=training,

@@ -90,6 +90,7 @@ def work_of(stager: Stager, cuts: tuple[int, ...]) -> Work:
             candidate.num_micro_batches,
             zero_stage=_zero_stages(stager, segments),
             extra_in_flight=candidate.extra_in_flight,
+            offloaded=_offloaded(stager, segments),
         ),
         times=segment_times(stager, segments),
         optimizer_s=optimizer_s(stager, segments),
@@ -99,6 +100,11 @@ def work_of(stager: Stager, cuts: tuple[int, ...]) -> Work:
 
 def _zero_stages(stager: Stager, segments: Sequence[tuple[int, int, int]]) -> list[int]:
     return [int(stager.zero_stages[first]) for _, first, _ in segments]
+
+
+def _offloaded(stager: Stager, segments: Sequence[tuple[int, int, int]]) -> list[int]:
+    listed = frozenset(stager.candidate.offloaded_blocks)
+    return [index for index, (_, first, _) in enumerate(segments) if first in listed]
 
 
 def segments_of(candidate: Candidate, cuts: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
@@ -170,6 +176,7 @@ def segment_times(stager: Stager, segments: Sequence[tuple[int, int, int]]) -> S
     again, by_op = stager.again() > 0, stager.by_op() > 0
     splits = stager.candidate.schedule == "zero_bubble"
     kept = np.select([again, by_op], [costs.input_bytes, costs.op_held_bytes], costs.held_bytes)
+    kept = np.where(stager.offloaded() > 0, costs.input_bytes, kept)
     return SegmentTimes(
         forward_s=sums(costs.forward_s),
         backward_s=sums(stager.backward_s()),
@@ -179,4 +186,5 @@ def segment_times(stager: Stager, segments: Sequence[tuple[int, int, int]]) -> S
         held_bytes=tuple(int(held) for held in sums(kept)),
         weight_s=sums(stager.weight_s()) if splits else (),
         weight_bytes=tuple(map(int, sums(costs.waiting_bytes))) if splits else (),
+        copy_s=sums(stager.copy_s()) if stager.candidate.offloaded_blocks else (),
     )

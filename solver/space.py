@@ -197,6 +197,7 @@ def _of_mesh(
                     loss_chunks=int(pin.get("loss_chunks", 1)),
                     chunks_open="loss_chunks" not in pin and not shares,
                     offload_optimizer=bool(pin.get("offload_optimizer", 0)),
+                    offload_activations=int(pin.get("offload_activations", 0)),
                     group_order=order,
                     shares=shares,
                     zero_stages=zero_stages,
@@ -307,6 +308,8 @@ def _holds(candidate: Candidate, pin: Pins) -> bool:
         )
     if candidate.zero_stages and not candidate.per_block:
         return False  # a virtual stage is one segment, which has one ZeRO stage
+    if candidate.offload_activations and (not candidate.per_block or candidate.shares):
+        return False  # blocks of which activations are offloaded are segments
     if candidate.shares and candidate.zero_stage > 1 and candidate.schedule != "layered":
         return False  # gathers or reductions of each micro-batch, which some ranks do not have
     # Interleaved, fewer micro-batches than stages leave stages waiting as if there were no others.

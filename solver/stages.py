@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.moves import Collective
+from autopar.ir.offload import ACTIVATION_BUFFERS
 from autopar.solver.candidates import Candidate
 from autopar.solver.costs.comm import Group, Links, group_of
 from autopar.solver.costs.memory import (
@@ -47,7 +48,11 @@ ManyElements = tuple[Floats, Floats]
 
 @dataclass(frozen=True, eq=False)
 class Stager:
-    """Costs of stages of one candidate, from the costs of its blocks."""
+    """Costs of stages of one candidate, from the costs of its blocks.
+
+    Where a candidate leaves open which blocks have their activations offloaded, methods of cuts and
+    of runs decide it (``decided``), and others say the least: all of them have, for nothing.
+    """
 
     cluster: Cluster
     candidate: Candidate
@@ -101,7 +106,7 @@ class Stager:
         with gradients added to those of the micro-batches before.
         """
         again = self.costs.forward_s * self.again() + self.costs.op_again_s * self.by_op()
-        return self.costs.backward_s + again + self.adding_s()
+        return self.costs.backward_s + again + self.adding_s() + self.inline_copy_s()
 
     def weight_s(self) -> Floats:
         """Of ``backward_s``, the weight part of a backward in two parts."""
@@ -199,6 +204,43 @@ class Stager:
         resident = replace(self.candidate, offload_optimizer=False)
         return self.optimizer_s() - replace(self, candidate=resident).optimizer_s()
 
+    def copy_s(self) -> Floats:
+        """Seconds of copying what a micro-batch keeps of each block to the host, or back, while all
+        ranks of a node do the same; 0 where it is not offloaded.
+        """
+        return self._copied_s(self._is_listed)
+
+    def inline_copy_s(self) -> Floats:
+        """Of ``backward_s``: both copies, where the host itself computes, and is what copies."""
+        is_host = np.array([cluster.hardware.device == "cpu" for cluster in self.sites.clusters])
+        if not self._is_listed.any() or not is_host.any():
+            return np.zeros(self.costs.num_blocks)
+        return self.sites.most(
+            lambda cluster: (
+                2 * self._copied_on_s(cluster, self._is_listed) * (cluster.hardware.device == "cpu")
+            )
+        )
+
+    def run_copy_s(self, runs: Runs) -> Floats | float:
+        """``copy_s`` of all of a run, of a micro-batch."""
+        if not self.candidate.offload_activations:
+            return 0.0
+        if not self.candidate.leaves_offloaded_open:
+            return runs.sums(self.copy_s())
+        return self._offloaded_part(runs).sums(self._copied_s(self.offloadable()))
+
+    def _copied_s(self, part: Floats) -> Floats:
+        """Beside compute, of the blocks of a part."""
+        if not part.any():
+            return np.zeros(self.costs.num_blocks)
+        return self.sites.most(
+            lambda cluster: self._copied_on_s(cluster, part) * (cluster.hardware.device != "cpu")
+        )
+
+    def _copied_on_s(self, cluster: Cluster, part: Floats) -> Floats:
+        speed = cluster.hardware.host_link.rank_bytes_per_s(cluster.gpus_per_node)
+        return part * self.costs.held_bytes / speed
+
     def once_s(self) -> Floats:
         """Seconds of the optimizer and of reductions over the tensor axis, once a step."""
         return self.optimizer_s() + self.costs.step_s
@@ -287,7 +329,14 @@ class Stager:
             recompute_bytes=float(self.rebuilt_bytes()[own].max()),
             temporary_bytes=float(costs.temporary_bytes[own].max()),
             message_bytes=max(2.0 * float(borders[i] + borders[j + 1]) for i, j in runs),
+            offload_bytes=self._offload_buffers(own, stage),
         )
+
+    def _offload_buffers(self, own: Ints, stage: int) -> float:
+        """Bytes on the device of what offloaded forwards keep."""
+        held = self.costs.held_bytes[own] * self._is_listed[own]
+        most = np.count_nonzero(held) * float(self.flying[stage])
+        return float(held.max(initial=0.0)) * min(ACTIVATION_BUFFERS, most)
 
     def moments(self, stage: int, cuts: Sequence[int]) -> Moments:
         """The fullest moments of a stage; for ``cuts`` see ``virtual_stages``."""
@@ -323,7 +372,7 @@ class Stager:
     def bytes_by_cause(self, stage: int, cuts: Sequence[int]) -> dict[str, int]:
         """Peak bytes of a rank of a stage; for ``cuts`` see ``virtual_stages``."""
         return rank_bytes(
-            self.contents(stage, cuts),
+            self.decided(cuts).contents(stage, cuts),
             sizes=self.sizes,
             is_sharded=self.candidate.zero_stage > 0,
             num_shards=self.candidate.num_shards,
@@ -332,6 +381,30 @@ class Stager:
             offload_optimizer=self.candidate.offload_optimizer,
             memory=self.sites.memory[stage],
         )
+
+    def host_bytes(self, stage: int, cuts: Sequence[int]) -> int:
+        """What a rank of a stage has in its host's memory at its fullest: offloaded state, and what
+        all micro-batches in flight keep of offloaded blocks.
+        """
+        total = 0.0
+        if self._is_listed.any():
+            held = self.costs.held_bytes * self._is_listed
+            runs = self.virtual_stages(stage, cuts)
+            of_runs = np.array([held[first : last + 1].sum() for first, last in runs])
+            total += float((in_flight(self.candidate, stage) @ of_runs).max())
+        if self.candidate.offload_optimizer:
+            own = [range(first, last + 1) for first, last in self.virtual_stages(stage, cuts)]
+            elements = self._elements(np.concatenate([np.array(blocks) for blocks in own]))
+            updated = elements.all
+            if self.candidate.zero_stage:
+                updated = shard_numel(
+                    elements.all,
+                    elements.experts,
+                    num_shards=self.candidate.num_shards,
+                    ep=self.candidate.ep,
+                )
+            total += updated * self.sizes.offloaded
+        return int(total)
 
     def kept_bytes(self) -> Floats:
         """Bytes that a micro-batch keeps of each block inside of a segment."""
@@ -357,7 +430,11 @@ class Stager:
 
     @functools.cached_property
     def _kept(self) -> tuple[Floats, Floats]:
-        """Bytes that a micro-batch keeps of each block: where it starts a segment, and inside one.
+        """What a micro-batch keeps of each block, in bytes: if it starts a segment, and inside."""
+        return self._kept_beside(self.offloaded())
+
+    def _kept_beside(self, offloaded: Floats) -> tuple[Floats, Floats]:
+        """The same beside blocks of which it is on the host.
 
         Segments and recomputed blocks keep their inputs. The last segment of a layered schedule,
         which has one micro-batch at a time, counts so much less if it is a block.
@@ -365,6 +442,7 @@ class Stager:
         candidate, costs, again, by_op = self.candidate, self.costs, self.again(), self.by_op()
         inputs = costs.input_bytes
         kept = costs.held_bytes * (1 - again - by_op) + costs.op_held_bytes * by_op
+        kept = kept * (1 - offloaded)
         first, inside = kept + inputs, kept + inputs * again
         if candidate.per_block:
             inside = first
@@ -385,6 +463,53 @@ class Stager:
         found = np.zeros(self.costs.num_blocks)
         found[list(self.candidate.recomputed_by_op)] = 1.0
         return found
+
+    def offloadable(self) -> Floats:
+        """1 for blocks that keep something that can be offloaded: the loss has its backward at
+        once.
+        """
+        return self.costs.again("full") * (self.costs.held_bytes > 0)
+
+    def offloaded(self) -> Floats:
+        """1 for blocks whose activations are offloaded; where that is open, for all that can be."""
+        if self.candidate.leaves_offloaded_open:
+            return self.offloadable()
+        return self._is_listed
+
+    @functools.cached_property
+    def _is_listed(self) -> Floats:
+        """1 for the blocks that the candidate lists."""
+        found = np.zeros(self.costs.num_blocks)
+        found[list(self.candidate.offloaded_blocks)] = 1.0
+        return found
+
+    def decided(self, cuts: Sequence[int]) -> Stager:
+        """With the blocks whose activations are offloaded, where the candidate leaves that open: of
+        each stage the first ones, whose backwards come last.
+        """
+        candidate = self.candidate
+        if not candidate.leaves_offloaded_open:
+            return self
+        able, chosen = self.offloadable() > 0, list[int]()
+        for stage in range(candidate.pp):
+            own = [
+                block
+                for first, last in self.virtual_stages(stage, cuts)
+                for block in range(first, last + 1)
+                if able[block]
+            ]
+            chosen += own[: candidate.offload_activations]
+        blocks = tuple(sorted(chosen))
+        return replace(self, candidate=replace(candidate, offloaded_blocks=blocks))
+
+    def _offloaded_part(self, runs: Runs) -> Runs:
+        """Of runs, the blocks up to the last one that ``decided`` chooses."""
+        able = self.offloadable() > 0
+        before = np.concatenate([[0], np.cumsum(able)])
+        ends = np.append(np.flatnonzero(able) + 1, np.full(len(able) + 1, len(able)))
+        last = before[runs.first] + self.candidate.offload_activations - 1
+        end = np.minimum(ends[np.minimum(last, len(ends) - 1)], runs.end)
+        return Runs(stage=runs.stage, first=runs.first, end=end)
 
     def peak_bytes(self, cuts: Sequence[int]) -> tuple[int, ...]:
         """Peak bytes of each stage; for ``cuts`` see ``virtual_stages``."""
@@ -418,7 +543,12 @@ class Stager:
         candidate = self.candidate
         flying = self.flying[runs.stage]
         first_kept, inside = self._kept
+        if candidate.leaves_offloaded_open:
+            first_kept, inside = self._kept_beside(np.zeros(self.costs.num_blocks))
         kept = runs.sums(inside) + (first_kept - inside)[runs.first]
+        if candidate.leaves_offloaded_open:
+            _, least = self._kept
+            kept = kept - self._offloaded_part(runs).sums(inside - least)
         if candidate.has_parts:
             waiting = runs.sums(self.costs.waiting_bytes)
             return [
@@ -569,6 +699,8 @@ class Stager:
         """
         again = replace(self.candidate, recompute="full")
         able = self.costs.held_bytes[self.costs.again("full") > 0]
+        if self.candidate.offload_activations:
+            able = able[:0]  # maybe none is
         kept = replace(self, candidate=again)._cut_kept(rounds) + min(able, default=0.0)
         return self._account(rounds).peak(kept)
 
@@ -624,10 +756,23 @@ class Stager:
         temporary = np.maximum(runs.maxima(costs.temporary_bytes), buffers)
         return Account(
             fixed=fixed + self._context_bytes[runs.stage],
-            beside=temporary + messages + gathered,
+            beside=temporary + messages + gathered + self._run_offload_buffers(runs),
             floor=floor,
             fragmentation=self.lost_shares[runs.stage],
         )
+
+    def _run_offload_buffers(self, runs: Runs | Rounds) -> Floats | float:
+        """``_offload_buffers`` of runs."""
+        part, listed = runs, self._is_listed
+        if self.candidate.leaves_offloaded_open:
+            if isinstance(runs, Rounds):
+                return 0.0
+            part, listed = self._offloaded_part(runs), self.offloadable()
+        if not listed.any():
+            return 0.0
+        held = self.costs.held_bytes * listed
+        most = part.sums((held > 0).astype(np.float64)) * self.flying[runs.stage]
+        return part.maxima(held) * np.minimum(ACTIVATION_BUFFERS, most)
 
     def _run_parameter_bytes(
         self, runs: Runs | Rounds, numel: ManyElements

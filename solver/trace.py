@@ -1,9 +1,10 @@
 """A simulated step as a trace for Perfetto or chrome://tracing (Chrome's trace event format).
 
-One process for each pipeline stage, whose ranks all do the same, with a thread for compute and one
-for communication. Messages are asynchronous events of the sender, with a flow from the slice that
-made them to the slice that waits for them. A counter shows the memory: what is always there, and
-what forwards keep until their backwards.
+One process for each pipeline stage, whose ranks all do the same, with a thread for compute, one for
+communication, and where activations are offloaded two for copies, to the host and back. Messages
+are asynchronous events of the sender, with a flow from the slice that made them to the slice that
+waits for them. A counter shows the memory: what is always there, and what forwards keep until their
+backwards.
 """
 
 from __future__ import annotations
@@ -18,13 +19,18 @@ from autopar.solver.simulate import Event, Simulation
 TraceEvent = dict[str, object]
 """One event, ready for JSON: times in µs, with whole nanoseconds."""
 
-COMPUTE, COMMUNICATION = 1, 2
+COMPUTE, COMMUNICATION, COPIES_OUT, COPIES_BACK = 1, 2, 3, 4
 """Thread ids."""
 
 PERSISTENT = ("parameters", "master weights", "optimizer", "gradients", "context")
 """Causes of a rank's bytes that are there during the whole step."""
 
-_COMMUNICATES = (ActionKind.GATHER_PARAMETERS, ActionKind.REDUCE_GRADIENTS)
+_THREADS = {
+    ActionKind.GATHER_PARAMETERS: COMMUNICATION,
+    ActionKind.REDUCE_GRADIENTS: COMMUNICATION,
+    ActionKind.OFFLOAD_ACTIVATIONS: COPIES_OUT,
+    ActionKind.FETCH_ACTIVATIONS: COPIES_BACK,
+}
 
 
 def trace(plan: Plan, simulation: Simulation) -> dict[str, object]:
@@ -55,7 +61,10 @@ def _names(plan: Plan, stage: int) -> Iterator[TraceEvent]:
     name += f" on {nodes}" if nodes else ""
     yield _metadata(stage, "process_name", {"name": name})
     yield _metadata(stage, "process_sort_index", {"sort_index": stage})
-    for thread, what in ((COMPUTE, "compute"), (COMMUNICATION, "communication")):
+    threads = {COMPUTE: "compute", COMMUNICATION: "communication"}
+    if plan.schedule.offloaded_blocks:
+        threads |= {COPIES_OUT: "copies to the host", COPIES_BACK: "copies back"}
+    for thread, what in threads.items():
         yield _metadata(stage, "thread_name", {"name": what}) | {"tid": thread}
 
 
@@ -69,7 +78,7 @@ def _slice(plan: Plan, stage: int, event: Event) -> TraceEvent:
     return {
         "ph": "X",
         "pid": stage,
-        "tid": COMMUNICATION if kind in _COMMUNICATES else COMPUTE,
+        "tid": _THREADS.get(kind, COMPUTE),
         "name": str(event.action),
         "cat": kind.name.lower(),
         "ts": start / 1e3,

@@ -151,8 +151,8 @@ class Compute:
     def host_copies(self) -> HostSample:
         """Copies between device and host, in both directions at once where there are two."""
         copies, numel = HostCopies(self.device), self.effort.copied_bytes // 4
-        here, there = torch.zeros(numel, device=self.device), copies.empty((numel,), torch.float32)
-        back = copies.empty((numel,), torch.float32)
+        here, there = torch.zeros(numel, device=self.device), copies.zeros((numel,), torch.float32)
+        back = copies.zeros((numel,), torch.float32)
 
         def both() -> None:
             coming = copies.bring([there])

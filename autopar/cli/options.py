@@ -22,6 +22,7 @@ INTEGER_PINS = (
     "loss_parallel",
     "loss_chunks",
     "offload_optimizer",
+    "offload_activations",
 )
 CHOICE_PINS = {
     "recompute": ("none", "selective", "selective_op", "selective_layer", "blocks", "full"),

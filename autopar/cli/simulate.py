@@ -28,6 +28,7 @@ def _document(simulation: api.Simulation) -> dict[str, object]:
             {
                 "busy_s": simulation.busy_s[stage],
                 "exposed_s": simulation.exposed_s[stage],
+                "copying_s": simulation.copying_s[stage],
                 "waiting_s": simulation.waiting_s[stage],
                 "bubble": simulation.bubble[stage],
                 "peak_held_bytes": simulation.peak_held_bytes[stage],
@@ -43,17 +44,22 @@ def _text(plan: Plan, simulation: api.Simulation) -> str:
     extra = f", {schedule.extra_in_flight} more in flight" * (schedule.extra_in_flight > 0)
     extra += f", loss in {schedule.loss_chunks} chunks" * (schedule.loss_chunks > 1)
     extra += ", optimizer state offloaded" * schedule.offload_optimizer
+    extra += ", activations offloaded" * bool(schedule.offloaded_blocks)
     zero = zero_text(schedule.zero_stage, schedule.zero_stages)
     title = (
         f"step {seconds_text(simulation.step_s)}: {schedule.name}{virtual}{extra}, ZeRO stage "
         f"{zero}, {counted(batch.num_micro_batches, 'micro-batches')}"
     )
-    rows = [("stage", "busy", "exposed", "waiting", "bubble", "holds at most")]
+    copies = any(simulation.copying_s)
+    rows: list[tuple[str, ...]] = [
+        ("stage", "busy", "exposed", *["copying"] * copies, "waiting", "bubble", "holds at most")
+    ]
     rows += [
         (
             str(stage),
             seconds_text(busy),
             seconds_text(simulation.exposed_s[stage]),
+            *[seconds_text(simulation.copying_s[stage])] * copies,
             seconds_text(simulation.waiting_s[stage]),
             f"{simulation.bubble[stage]:.1%}",
             bytes_text(simulation.peak_held_bytes[stage]),

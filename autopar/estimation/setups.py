@@ -20,7 +20,7 @@ def pins_of(row: EstimateRow) -> dict[str, int | str]:
     rank not shared. Layers are spread evenly over stages, as frameworks do it. A head that is tied
     to Megatron-LM's sharded embedding shares its vocabulary in the loss, too; an untied one (of
     ``swiglu`` models) gives whole logits: without that, runs fit that ran out of memory. None
-    of the frameworks computes its loss in chunks, or offloads its optimizer.
+    of the frameworks computes its loss in chunks, or offloads anything.
     """
     return {
         "tp": row.tp,

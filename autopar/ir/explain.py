@@ -75,6 +75,7 @@ def _decisions(plan: Plan) -> str:
             + f", {schedule.extra_in_flight} more in flight" * (schedule.extra_in_flight > 0)
             + f", loss in {schedule.loss_chunks} chunks" * (schedule.loss_chunks > 1)
             + ", optimizer state offloaded" * schedule.offload_optimizer
+            + _offloaded(plan)
             + f", ZeRO stage {zero_text(schedule.zero_stage, schedule.zero_stages)}"
             + f", recompute {_recompute(plan)}"
             + f", kernels {schedule.kernels}" * (schedule.kernels != DEFAULT_KERNELS),
@@ -117,6 +118,7 @@ def _stages(plan: Plan) -> str:
         runs = _runs((segment.first_block, segment.last_block) for segment in held)
         again = _listed(plan.schedule.recomputed_blocks, held)
         by_op = _listed(plan.schedule.recomputed_by_op, held)
+        offloaded = _listed(plan.schedule.offloaded_blocks, held)
         lower = _lower_stages(plan, held)
         own = [rank.nodes for rank in plan.prediction.ranks if rank.stage == stage and rank.nodes]
         nodes = " and ".join(own)
@@ -127,6 +129,7 @@ def _stages(plan: Plan) -> str:
                 + (f" on {nodes}" if nodes else "")
                 + (f", computed again: {again}" if again else "")
                 + (f", computed again by op: {by_op}" if by_op else "")
+                + (f", activations offloaded: {offloaded}" if offloaded else "")
                 + (f", {lower}" if lower else ""),
             )
         )
@@ -141,6 +144,11 @@ def _recompute(plan: Plan) -> str:
     whole, by_op = len(schedule.recomputed_blocks), len(schedule.recomputed_by_op)
     parts = [f"{whole} whole"] * (whole > 0) + [f"{by_op} by op"] * (by_op > 0)
     return f"blocks ({', '.join(parts) or 'none'} of {num})"
+
+
+def _offloaded(plan: Plan) -> str:
+    num = len(plan.schedule.offloaded_blocks)
+    return f", activations of {num} block{'s' * (num != 1)} offloaded" * (num > 0)
 
 
 def _lower_stages(plan: Plan, held: Sequence[SegmentPlan]) -> str:

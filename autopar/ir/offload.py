@@ -1,4 +1,4 @@
-"""What the cost model and the runtime agree on about state that lives in the host's memory."""
+"""What the cost model and the runtime agree on about what lives in the host's memory."""
 
 from __future__ import annotations
 
@@ -9,4 +9,9 @@ until they have so many elements. Copies of 16 MiB reach what the link has.
 
 STATE_BUCKETS = 3
 """So many buckets are on the device at a time: one that comes, one that is stepped, one that goes.
+"""
+
+ACTIVATION_BUFFERS = 3
+"""Of so many offloaded forwards what they keep is on the device at a time, at most
+(``offload_actions``).
 """

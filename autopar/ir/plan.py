@@ -137,7 +137,8 @@ class SchedulePlan:
     ``recomputed_blocks`` are computed again whole, and ``recomputed_by_op`` only by the ops that
     "selective_op" chooses; ``extra_in_flight`` are micro-batches that stages run ahead more than
     1F1B needs. The loss is computed in ``loss_chunks`` slices of a micro-batch's tokens. With
-    ``offload_optimizer`` master weights and optimizer state are in the host's memory.
+    ``offload_optimizer`` master weights and optimizer state are in the host's memory; what forwards
+    of ``offloaded_blocks`` keep for their backwards is there meanwhile.
     ``zero_stages`` are those of blocks that have not ``zero_stage``: of ranges, ``4`` or ``4-11``.
     """
 
@@ -151,6 +152,7 @@ class SchedulePlan:
     extra_in_flight: int = 0
     loss_chunks: int = 1
     offload_optimizer: bool = False
+    offloaded_blocks: tuple[int, ...] = ()
     zero_stages: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -252,6 +254,7 @@ class Certificate:
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class RankPrediction:
     """Ranks with the same role (pipeline stage): bytes and seconds of a step by cause.
+    ``host_bytes`` are what it has offloaded to its host at its fullest.
 
     ``nodes`` are the groups of nodes that they are on, and ``usable_bytes`` what each of them may
     fill; None where all nodes are of one kind.
@@ -264,6 +267,7 @@ class RankPrediction:
     seconds_by_cause: Mapping[str, float]
     nodes: str | None = None
     usable_bytes: int | None = None
+    host_bytes: int = 0
 
 
 def fullest_of(ranks: Sequence[RankPrediction]) -> RankPrediction:
@@ -281,7 +285,8 @@ class SegmentCosts:
     """Seconds of a segment's actions on a rank, each for one micro-batch; ``send_s`` is that of the
     message to the next segment's stage and of the one back. ``held_bytes`` live from a forward to
     its backward. Of a backward in two parts, ``weight_s`` of ``backward_s`` is the weight part, and
-    ``weight_bytes`` live between the parts.
+    ``weight_bytes`` live between the parts. ``copy_s`` is what it takes to copy offloaded
+    activations, either way, beside all else.
     """
 
     forward_s: float
@@ -292,6 +297,7 @@ class SegmentCosts:
     held_bytes: int
     weight_s: float = 0.0
     weight_bytes: int = 0
+    copy_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
@@ -390,6 +396,13 @@ class Plan:
         """States on ``layout_axes`` as a placement over all of ``LAYOUT_AXES``."""
         found = dict(zip(self.layout_axes, states, strict=True))
         return tuple(parse_state(found.get(axis, "I")) for axis in LAYOUT_AXES)
+
+    def offloaded_segments(self) -> tuple[int, ...]:
+        """Segments whose forwards keep what they keep on the host."""
+        listed = frozenset(self.schedule.offloaded_blocks)
+        return tuple(
+            index for index, segment in enumerate(self.segments) if segment.first_block in listed
+        )
 
     def explain(self) -> str:
         """The plan in words: decisions, time and memory by cause, collectives, and what lost.
@@ -503,6 +516,7 @@ def _check_consistency(plan: Plan, where: str) -> None:
     _check_settings(plan, where)
     _check_zero_stages(plan, where)
     _check_recomputed(plan.schedule, plan.segments[-1].last_block, where)
+    _check_offloaded(plan, where)
     if plan.prediction.action_costs is not None:
         _check_costs(plan, plan.prediction.action_costs, where)
 
@@ -550,6 +564,33 @@ def _check_recomputed(schedule: SchedulePlan, last_block: int, where: str) -> No
             f"blocks {', '.join(map(str, twice))} are in recomputed_blocks and in recomputed_by_op",
             where=where,
             hint="a block is computed again whole, or by its ops",
+        )
+
+
+def _check_offloaded(plan: Plan, where: str) -> None:
+    """Blocks with offloaded activations are segments, and nothing of them is computed again."""
+    schedule = plan.schedule
+    listed = frozenset(schedule.offloaded_blocks)
+    whole = [segment.first_block for segment in plan.segments if segment.first_block in listed]
+    apart = {s.first_block for s in plan.segments if s.first_block == s.last_block}
+    if len(whole) != len(listed) or not listed <= apart:
+        raise PlanFormatError(
+            "offloaded_blocks that the plan does not have, or that share a segment with others",
+            where=where,
+            hint="a block whose activations are offloaded is a segment",
+        )
+    twice = sorted(listed & {*schedule.recomputed_blocks, *schedule.recomputed_by_op})
+    if twice:
+        raise PlanFormatError(
+            f"blocks {', '.join(map(str, twice))} are in offloaded_blocks and computed again",
+            where=where,
+            hint="what is offloaded need not be computed again",
+        )
+    if listed and schedule.recompute not in ("none", "blocks"):
+        raise PlanFormatError(
+            f"recompute {schedule.recompute} says what of every block is kept: none is offloaded",
+            where=where,
+            hint="set recompute to blocks, or leave offloaded_blocks empty",
         )
 
 
@@ -610,6 +651,7 @@ def _check_costs(plan: Plan, costs: ActionCosts, where: str) -> None:
         numbers += [segment.forward_s, segment.backward_s, segment.gather_s]
         numbers += [segment.reduce_s, segment.send_s, segment.held_bytes]
         numbers += [segment.weight_s, segment.weight_bytes, segment.backward_s - segment.weight_s]
+        numbers += [segment.copy_s]
     for number in numbers:
         if not 0 <= number < math.inf:
             raise PlanFormatError(f"action costs: {number} is out of range", where=where)

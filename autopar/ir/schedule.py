@@ -31,6 +31,10 @@ class ActionKind(Enum):
     GATHER_PARAMETERS = "G"  # start it; the next use of the segment waits for it
     FREE_PARAMETERS = "X"
     REDUCE_GRADIENTS = "R"  # start it; the optimizer waits for it
+    OFFLOAD_ACTIVATIONS = (
+        "OA"  # start to copy to the host what a forward keeps, once the copy before is done
+    )
+    FETCH_ACTIVATIONS = "FA"  # start to bring it back; the backward waits for it
     OPTIMIZER = "O"
 
 
@@ -92,6 +96,9 @@ COMPUTING = frozenset(
 RETURNING = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 """What makes the gradients that go to the segment before."""
 
+COPYING = (ActionKind.OFFLOAD_ACTIVATIONS, ActionKind.FETCH_ACTIVATIONS)
+"""Copies between a device and its host, of what a forward keeps for its backward."""
+
 FINISHING = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 """After which all gradients of a micro-batch are there, and nothing of it is kept."""
 
@@ -143,7 +150,8 @@ _SENDS = {
 class CompactSchedule:
     """A schedule whose computing actions and messages are runs; ``items`` has those of each stage.
 
-    The actions among the items are gathers, frees, reductions and the optimizer.
+    The actions among the items are gathers, frees, reductions, copies of activations and the
+    optimizer.
     """
 
     name: str

@@ -11,7 +11,15 @@ from collections import Counter
 from collections.abc import Iterator, Set
 
 from autopar.ir.errors import ScheduleError
-from autopar.ir.schedule import COMPUTING, FINISHING, RETURNING, Action, ActionKind, Schedule
+from autopar.ir.schedule import (
+    COMPUTING,
+    COPYING,
+    FINISHING,
+    RETURNING,
+    Action,
+    ActionKind,
+    Schedule,
+)
 
 Channel = tuple[int, int, bool]
 """Source stage, target stage, and whether it carries activations (else gradients). Messages keep
@@ -135,8 +143,8 @@ def _ready_at(schedule: Schedule, action: Action, done: dict[Action, float]) -> 
 
 
 def _check_complete(schedule: Schedule, stage: int) -> None:
-    """Each forward, backward (whole or in two parts), send and receive once and on its stage; the
-    optimizer once, last.
+    """Each forward, backward (whole or in two parts), send and receive once and on its stage, and
+    each copy there and back of offloaded activations; the optimizer once, last.
     """
     actions = schedule.actions[stage]
     split = {
@@ -144,7 +152,8 @@ def _check_complete(schedule: Schedule, stage: int) -> None:
         for action in actions
         if action.kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
     }
-    expected = set(_expected(schedule, stage, split))
+    offloaded = _offloaded(schedule, stage)
+    expected = {*_expected(schedule, stage, split), *_copies(schedule, stage, offloaded)}
     counts = Counter(
         action
         for action in actions
@@ -183,18 +192,41 @@ def _expected(schedule: Schedule, stage: int, split: Set[tuple[int, int]]) -> It
                 yield Action(ActionKind.RECEIVE_GRADIENTS, segment, micro_batch)
 
 
+def _offloaded(schedule: Schedule, stage: int) -> frozenset[tuple[int, int]]:
+    """Segments and micro-batches of which something is copied to the host or back."""
+    return frozenset(
+        (action.segment, action.micro_batch)
+        for action in schedule.actions[stage]
+        if action.kind in COPYING
+    )
+
+
+def _copies(schedule: Schedule, stage: int, offloaded: Set[tuple[int, int]]) -> Iterator[Action]:
+    own = schedule.segments_of(stage)
+    for segment, micro_batch in offloaded:
+        if segment in own and micro_batch < schedule.num_micro_batches:
+            for kind in COPYING:
+                yield Action(kind, segment, micro_batch)
+
+
 def _check_order(schedule: Schedule, stage: int) -> None:
     """What is used was made before: receives before uses, forwards before backwards, results before
-    sends.
+    sends, and what was offloaded came back before its backward.
     """
     seen: set[Action] = set()
+    offloaded = _offloaded(schedule, stage)
     for action in schedule.actions[stage]:
         kind, segment, micro_batch = action.kind, action.segment, action.micro_batch
         needed: list[tuple[Action, ...]] = []
         received = receive_of(schedule, action)
         if received is not None:
             needed.append((received,))
-        if kind in RETURNING or kind is ActionKind.SEND_ACTIVATIONS:
+        if kind in RETURNING and (segment, micro_batch) in offloaded:
+            needed.append((Action(ActionKind.FETCH_ACTIVATIONS, segment, micro_batch),))
+        if kind is ActionKind.FETCH_ACTIVATIONS:
+            needed.append((Action(ActionKind.OFFLOAD_ACTIVATIONS, segment, micro_batch),))
+        makes = ActionKind.SEND_ACTIVATIONS, ActionKind.OFFLOAD_ACTIVATIONS
+        if kind in (*RETURNING, *makes):
             needed.append((Action(ActionKind.FORWARD, segment, micro_batch),))
         if kind is ActionKind.SEND_GRADIENTS:
             needed.append(tuple(Action(made, segment, micro_batch) for made in RETURNING))

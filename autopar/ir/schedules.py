@@ -3,16 +3,19 @@ adds the rest.
 
 An *order* (``orders``) says what a stage computes and when. Lowering (``lower_order``) adds
 receives (posted one compute action ahead), sends, gathers (one run of uses ahead), frees,
-reductions and the optimizer, in the same way for every order.
+reductions and the optimizer, in the same way for every order; ``offload_actions`` then adds copies
+of activations.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from autopar.ir.errors import ScheduleError
 from autopar.ir.lower_order import lower_order
+from autopar.ir.offload_actions import with_copies
 from autopar.ir.orders import (
     Order,
     check_contiguous,
@@ -53,9 +56,11 @@ def make_schedule(
     *,
     zero_stage: ZeroStages = 0,
     extra_in_flight: int = 0,
+    offloaded: Collection[int] = (),
 ) -> Schedule:
-    """The schedule called ``name`` (``1f1b``, ``interleaved``, ``layered`` or ``zero_bubble``); for
-    the other arguments see the generators.
+    """The schedule called ``name`` (``1f1b``, ``interleaved``, ``layered`` or ``zero_bubble``), in
+    which what ``offloaded`` segments keep for backward goes to the host; for the other arguments
+    see the generators.
     """
     return compact_schedule(
         name,
@@ -63,6 +68,7 @@ def make_schedule(
         num_micro_batches,
         zero_stage=zero_stage,
         extra_in_flight=extra_in_flight,
+        offloaded=offloaded,
     ).expand()
 
 
@@ -73,6 +79,7 @@ def compact_schedule(
     *,
     zero_stage: ZeroStages = 0,
     extra_in_flight: int = 0,
+    offloaded: Collection[int] = (),
 ) -> CompactSchedule:
     """``make_schedule`` before it is expanded: a hundredth of the work for long schedules.
 
@@ -82,7 +89,10 @@ def compact_schedule(
     known = [other for other in _ORDERS if other != FORWARD_ONLY]
     if name not in known:
         raise ScheduleError(f"no schedule is called {name!r}", hint=f"one of {', '.join(known)}")
-    return _make(name, tuple(stage_of_segment), num_micro_batches, zero_stage, extra_in_flight)
+    found = _make(name, tuple(stage_of_segment), num_micro_batches, zero_stage, extra_in_flight)
+    if not offloaded:
+        return found
+    return replace(found, items=tuple(with_copies(items, offloaded) for items in found.items))
 
 
 def one_f_one_b(

@@ -17,6 +17,8 @@ activations             what autograd keeps, or the inputs of recomputed blocks,
                         parts wait with
 recompute               what autograd keeps of the one block that is recomputed, or what single
                         ops that are recomputed give to the backward of one block
+offload buffers         of offloaded activations, which live on the host: what three forwards keep,
+                        one that is computed, one that leaves, and one that is back
 temporaries             the op that needs most beside what is kept: logits, as a rule. What it needs
                         beyond gradient buffers, which come when it is done
 messages                activations and gradients on their way between stages
@@ -116,6 +118,7 @@ class StageContents:
         recompute_bytes: Of the block that is recomputed, or some ops of it.
         temporary_bytes: Of the op that needs most.
         message_bytes: One message at each border of the stage.
+        offload_bytes: Of offloaded activations, on the device.
     """
 
     parameters: Elements
@@ -130,6 +133,7 @@ class StageContents:
     recompute_bytes: float
     temporary_bytes: float
     message_bytes: float
+    offload_bytes: float = 0.0
 
 
 def shard_numel(numel: Numel, expert_numel: Numel, *, num_shards: int, ep: int) -> Numel:
@@ -200,6 +204,7 @@ def rank_bytes(
         + max(stage.temporary_bytes, buffer)
         + stage.message_bytes
         + gathered
+        + stage.offload_bytes
     )
     widened = max(0.0, updated * sizes.widened - dynamic)
     at_end = updated * sizes.widened
@@ -216,6 +221,7 @@ def rank_bytes(
         "gather buffers": gathered,
         "activations": stage.activation_bytes,
         "recompute": stage.recompute_bytes,
+        "offload buffers": stage.offload_bytes,
         "temporaries": max(0.0, stage.temporary_bytes - buffer),
         "messages": stage.message_bytes,
         "context": memory.context_bytes,

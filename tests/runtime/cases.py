@@ -66,6 +66,7 @@ class Setup:
     extra_in_flight: int = 0
     loss_chunks: int = 1
     offload_optimizer: bool = False
+    offloaded_blocks: tuple[int, ...] = ()
     zero_stages: str = ""
 
     def __str__(self) -> str:
@@ -77,6 +78,7 @@ class Setup:
             f"{self.name}-{degrees}-{self.schedule}{modular}-zero{self.zero_stage}-{self.recompute}"
             + f"-{self.loss_chunks}chunks" * (self.loss_chunks > 1)
             + "-offloaded" * self.offload_optimizer
+            + "".join(f"-away{block}" for block in self.offloaded_blocks)
             + f"-{self.zero_stages}" * bool(self.zero_stages)
         )
 
@@ -160,6 +162,7 @@ def make_plan(setup: Setup) -> Plan:
             extra_in_flight=setup.extra_in_flight,
             loss_chunks=setup.loss_chunks,
             offload_optimizer=setup.offload_optimizer,
+            offloaded_blocks=setup.offloaded_blocks,
             zero_stages=parse_zero_stages(setup.zero_stages) if setup.zero_stages else {},
         ),
         segments=[

@@ -44,6 +44,7 @@ SHORT = [
     (Setup(mesh=Mesh(pp=2, tp=2), sequence=True), 3),
     (Setup(mesh=Mesh(pp=4), layers=3), 7),
     (Setup(name="dropout", mesh=Mesh(dp_replicate=2), recompute="full"), 3),
+    (Setup(mesh=Mesh(pp=2), offloaded_blocks=(0, 1, 2)), 3),
 ]
 
 

@@ -189,9 +189,18 @@ def test_gradient_clipping_limits_the_update():
     torch.testing.assert_close(norm, torch.tensor(rate * 1e-3), rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(tp=2), Mesh(pp=2, dp_shard=2)], ids=str)
-def test_an_exception_on_one_rank_ends_all_ranks(mesh: Mesh):
-    setup = Setup(mesh=mesh)
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(mesh=Mesh(pp=2)),
+        Setup(mesh=Mesh(tp=2)),
+        Setup(mesh=Mesh(pp=2, dp_shard=2)),
+        Setup(mesh=Mesh(pp=2), offload_optimizer=True, offloaded_blocks=(0, 1, 2)),
+    ],
+    ids=str,
+)
+def test_an_exception_on_one_rank_ends_all_ranks(setup: Setup):
+    mesh = setup.mesh
     make_engine_once(setup)
     errors: dict[int, Exception] = {}
 

@@ -37,6 +37,7 @@ SETUPS = [
     Setup(mesh=Mesh(pp=2, dp_shard=2), zero_stage=3, schedule="layered", recompute="full"),
     Setup(layers=4, mesh=Mesh(pp=2, dp_shard=2), zero_stage=3, schedule="layered", modular=True),
     Setup(mesh=Mesh(dp_replicate=2, tp=2)),
+    Setup(mesh=Mesh(dp_shard=2), zero_stage=1, offload_optimizer=True, offloaded_blocks=(0, 1)),
 ]
 
 

@@ -29,6 +29,8 @@ PINS: list[dict[str, int | str]] = [
     {},
     {"loss_chunks": 1},
     {"loss_chunks": 1, "zero_stages": "open"},
+    {"loss_chunks": 1, "offload_optimizer": 1},
+    {"loss_chunks": 1, "offload_activations": 1},
 ]
 DECISIONS = ("pp", "tp", "zero_stage", "schedule", "micro_batch_size", "virtual_stages")
 
@@ -71,6 +73,7 @@ def clusters(draw: Draw[Any], *, max_gpus: int = 16) -> Cluster:
         slowdown=draw(st.sampled_from([None, 0.0, 1.0])),
         latency=draw(st.sampled_from([1.0, 0.0, 0.01])),
         launch=draw(st.sampled_from([1.0, 0.0])),
+        host=draw(st.sampled_from([1.0, 1e6])),
     )
 
 
@@ -109,9 +112,16 @@ def mixed_clusters(draw: Draw[Any], *, max_gpus: int = 12) -> Cluster:
 
 
 def changed(
-    cluster: Cluster, *, slowdown: float | None = None, latency: float = 1, launch: float = 1
+    cluster: Cluster,
+    *,
+    slowdown: float | None = None,
+    latency: float = 1,
+    launch: float = 1,
+    host: float = 1,
 ) -> Cluster:
-    """With another slowdown by overlap, and so many times the latency of links and of launches."""
+    """With another slowdown by overlap, so many times the latency of links and of launches, and so
+    many times the bandwidth to the host.
+    """
     old = cluster.hardware
     hardware = dataclasses.replace(
         old,
@@ -123,6 +133,11 @@ def changed(
             latency_per_rank_s=latency * old.node_link.latency_per_rank_s,
         ),
         network=dataclasses.replace(old.network, latency_s=latency * old.network.latency_s),
+        host_link=dataclasses.replace(
+            old.host_link,
+            bytes_per_s=host * old.host_link.bytes_per_s,
+            node_bytes_per_s=host * old.host_link.node_bytes_per_s,
+        ),
     )
     return cluster.with_hardware(hardware)
 

@@ -149,6 +149,7 @@ def test_matrix_of_bytes_equals_bytes_by_cause():
         {"recompute": "full"},
         {"recompute": "blocks"},
         {"zero_stage": 3, "zero_stages": "0=1, 2=2", "schedule": "1f1b", "recompute": "full"},
+        {"offload_activations": 1, "recompute": "blocks"},
     )
     for candidate in itertools.chain.from_iterable(
         candidates(

@@ -23,7 +23,7 @@ from autopar.ir.schedules import (
 from autopar.solver.simulate import SegmentTimes, Simulation, simulate
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
-DURATIONS = ("forward_s", "backward_s", "gather_s", "reduce_s", "send_s")
+DURATIONS = ("forward_s", "backward_s", "gather_s", "reduce_s", "send_s", "copy_s")
 
 seconds = st.one_of(st.floats(0.01, 3.0), st.sampled_from([0.5, 1.0, 2.0]))
 maybe_seconds = st.one_of(st.just(0.0), seconds)
@@ -41,6 +41,7 @@ class Case:
     optimizer_s: tuple[float, ...]
     slowdown: float
     extra_in_flight: int = 0
+    offloaded: tuple[int, ...] = ()
 
     def simulate(self, *, num: int | None = None, plain: bool = False) -> Simulation:
         compact = self.compact(num or self.num_micro_batches)
@@ -59,6 +60,7 @@ class Case:
             num,
             zero_stage=self.zero_stage,
             extra_in_flight=self.extra_in_flight,
+            offloaded=self.offloaded,
         )
 
     def schedule(self) -> Schedule:
@@ -66,7 +68,9 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, communicates: bool = True, sends: bool = True) -> Case:
+def cases(
+    draw: st.DrawFn, *, communicates: bool = True, sends: bool = True, offloads: bool = True
+) -> Case:
     """All schedules, of a few segments; what is not drawn to be there takes no time."""
     p, v = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     name = draw(st.sampled_from(["1f1b", "zero_bubble", "interleaved", "layered", "modular"]))
@@ -87,6 +91,9 @@ def cases(draw: st.DrawFn, *, communicates: bool = True, sends: bool = True) -> 
         return tuple(found) if is_there else (0.0,) * n
 
     weight_s = each(seconds)
+    offloaded: set[int] = set()
+    if offloads and draw(st.booleans()):
+        offloaded = draw(st.sets(st.integers(0, n - 1), min_size=1))
     return Case(
         name="layered" if name == "modular" else name,
         stages=stages,
@@ -102,7 +109,9 @@ def cases(draw: st.DrawFn, *, communicates: bool = True, sends: bool = True) -> 
             reduce_s=each(maybe_seconds, is_there=communicates),
             send_s=each(maybe_seconds, is_there=sends),
             held_bytes=tuple(draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))),
+            copy_s=each(maybe_seconds),
         ),
+        offloaded=tuple(sorted(offloaded)),
         optimizer_s=(draw(maybe_seconds),) * (max(stages) + 1),
         slowdown=draw(st.sampled_from([0.0, 0.2, 1.0])) if communicates else 0.0,
     )
@@ -113,6 +122,7 @@ def test_a_compact_schedule_takes_as_long_as_all_its_actions(case: Case):
     compact, plain = case.simulate(), case.simulate(plain=True)
     assert compact.step_s == pytest.approx(plain.step_s, rel=1e-12)
     assert compact.busy_s == pytest.approx(plain.busy_s, rel=1e-12)
+    assert compact.copying_s == pytest.approx(plain.copying_s, rel=1e-12, abs=1e-12)
     assert compact.exposed_s == pytest.approx(plain.exposed_s, rel=1e-12, abs=1e-12)
     assert compact.peak_held_bytes == plain.peak_held_bytes
 
@@ -157,7 +167,7 @@ def test_a_step_is_monotone_in_the_optimizer_and_the_slowdown(case: Case, more: 
         assert dataclasses.replace(case, slowdown=1.0).simulate().step_s >= before
 
 
-@given(case=cases(sends=False))
+@given(case=cases(sends=False, offloads=False))
 def test_more_micro_batches_never_enlarge_the_bubble(case: Case):
     """Of the same size, where messages take no time and overlap slows nothing down; of interleaved
     1F1B where p divides M, and parameters are not gathered again for each run of uses (ZeRO 3: with
@@ -171,7 +181,7 @@ def test_more_micro_batches_never_enlarge_the_bubble(case: Case):
     assert_bubbles_shrink(case, step=max(case.stages) + 1 if case.name == "interleaved" else 1)
 
 
-@given(case=cases())
+@given(case=cases(offloads=False))
 def test_more_micro_batches_never_enlarge_the_bubble_of_layered_ones(case: Case):
     """However long messages take: nothing limits what is in flight."""
     if case.name == "layered" and isinstance(case.zero_stage, int):
@@ -207,7 +217,7 @@ def test_more_rounds_of_1f1b_never_enlarge_the_bubble_whatever_messages_take(
         assert_bubbles_shrink(case, step=p)
 
 
-@given(case=cases(communicates=False))
+@given(case=cases(communicates=False, offloads=False))
 def test_one_stage_and_one_rank_communicate_and_wait_for_nothing(case: Case):
     one = dataclasses.replace(
         case, stages=(0,) * len(case.stages), optimizer_s=case.optimizer_s[:1], name="1f1b"
@@ -253,6 +263,8 @@ def duration(case: Case, stage: int, action: Action) -> float:
             return times.gather_s[segment]
         case ActionKind.REDUCE_GRADIENTS:
             return times.reduce_s[segment]
+        case ActionKind.OFFLOAD_ACTIVATIONS | ActionKind.FETCH_ACTIVATIONS:
+            return times.copy_s[segment]
         case ActionKind.OPTIMIZER:
             return case.optimizer_s[stage]
         case _:
@@ -274,6 +286,8 @@ def critical_path(case: Case) -> float:
             ready = ends[F, segment]
             if segment < last:
                 ready = max(ready, ends[B, segment + 1] + sent(case, segment))
+            if segment in case.offloaded:
+                ready = max(ready, ends[F, segment] + 2 * times.copy_s[segment])
         if kind is F:
             ready = max(ready, times.gather_s[segment])
         own: Mapping[ActionKind, float] = {

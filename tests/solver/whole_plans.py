@@ -80,7 +80,7 @@ class WholePlans:
             cuts = (0, *inner, num)
             for number in range(len(layouts.solutions)):
                 for again in itertools.islice(layouts.least_again(number, cuts), _MIXED_BLOCKS):
-                    stager = layouts.recomputing(number, again)
+                    stager = layouts.recomputing(number, again, cuts)
                     for mixed in itertools.islice(_lowest_stages(stager, cuts), _MIXED_STAGES):
                         solution = layouts.solutions[number]
                         yield simulate_cuts(mixed.candidate, setting, solution, mixed, cuts)
@@ -180,13 +180,13 @@ class _Layouts:
                 if any(self.no_slower[n, number] and is_less(own, again) for n, own in done):
                     continue
                 done.append((number, again))
-                stager = self.recomputing(number, again)
+                stager = self.recomputing(number, again, cuts)
                 yield simulate_cuts(stager.candidate, self.setting, solution, stager, cuts)
 
     def least_again(self, number: int, cuts: tuple[int, ...]) -> Iterator[Again]:
         """What has to be computed again at the least so that a layout fits."""
         if self.candidate.recompute != "blocks":
-            if _fits(self.stagers[number], cuts):
+            if _fits(self.stagers[number].decided(cuts), cuts):
                 yield NOTHING
         else:
             of_stages = [self.of_stage(number, stage, cuts) for stage in range(len(cuts) - 1)]
@@ -203,17 +203,18 @@ class _Layouts:
         key = (stage, first, end, own.tobytes())
         if key not in self.known:
             found: list[Again] = []
-            for again in choices(self.able & set(range(first, end))):
+            away = self.stagers[number].decided(cuts).candidate.offloaded_blocks
+            for again in choices(self.able & set(range(first, end)) - set(away)):
                 if not any(is_less(other, again) for other in found):
-                    stager = self.recomputing(number, again)
+                    stager = self.recomputing(number, again, cuts)
                     if stager.stage_bytes(stage, cuts) <= stager.sites.usable_bytes[stage]:
                         found.append(again)
             self.known[key] = tuple(found)
         return self.known[key]
 
-    def recomputing(self, number: int, again: Again) -> Stager:
+    def recomputing(self, number: int, again: Again, cuts: tuple[int, ...]) -> Stager:
         """With these blocks computed again, or as the candidate is where it pins that."""
-        stager = self.stagers[number]
+        stager = self.stagers[number].decided(cuts)
         if self.candidate.recompute != "blocks":
             return stager
         return dataclasses.replace(stager, candidate=again.of(stager.candidate))
@@ -266,6 +267,7 @@ def _costs(stager: Stager) -> Floats:
     parts = [costs.weight_s, costs.backward_s - costs.weight_s, costs.waiting_bytes]
     seconds = [
         *(parts if stager.candidate.schedule == "zero_bubble" else []),
+        *([costs.held_bytes] if stager.candidate.offload_activations else []),
         costs.forward_s,
         costs.backward_s,
         costs.op_again_s,
