@@ -39,6 +39,9 @@ ZERO_CHOICES = ("open", "equal")
 """Values of ``ZERO_PIN`` that name no blocks: each block has its own stage up to that of all, or
 all have one.
 """
+OFFLOAD_PINS = ("offload_optimizer", "offload_activations")
+"""Off unless they are pinned, or nothing fits otherwise; ``OPEN`` lets the search decide."""
+OPEN = "open"
 _RANGES: Mapping[str, tuple[int, int | None]] = {
     "zero_stage": (0, 3),
     "sequence_parallel": (0, 1),
@@ -72,7 +75,7 @@ def check_pins(pin: Pins, cluster: Cluster, global_batch_size: int) -> None:
         elif name not in INTEGER_PINS:
             known = ", ".join((*INTEGER_PINS, *CHOICE_PINS, KERNEL_PIN, GROUP_PIN, ZERO_PIN))
             raise InputError(f"nothing is called {name!r}, so that it cannot be pinned", hint=known)
-        else:
+        elif name not in OFFLOAD_PINS or value != OPEN:
             _check_integer(name, value)
     gpus, degrees = cluster.num_gpus, pinned_degrees(pin)
     product = 1
@@ -267,7 +270,7 @@ def _check_virtual(pin: Pins) -> None:
 
 def _check_offload(pin: Pins) -> None:
     num = pin.get("offload_activations")
-    if not num:
+    if not num or num == OPEN:
         return
     pinned = f"offload_activations={num}"
     if pin.get("recompute", "blocks") not in ("none", "blocks"):

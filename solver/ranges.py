@@ -29,11 +29,11 @@ from autopar.solver.infeasible import infeasible_error
 from autopar.solver.instance import Instance, make_instance, sequence_length
 from autopar.solver.layout.model_facts import ModelFacts, model_facts
 from autopar.solver.objectives import FewestGpus, Objective, Point
+from autopar.solver.offloading import run_instance
 from autopar.solver.pins import Pins
 from autopar.solver.predict import product_flops
 from autopar.solver.search import Progress
 from autopar.solver.search_result import SearchResult
-from autopar.solver.side_by_side import run_side_by_side
 from autopar.solver.solve import DescribeMoves, make_plan
 from autopar.solver.warm_start import warm_candidates
 
@@ -258,8 +258,8 @@ def _solve(node: _Node, way: _Way, cutoff_s: float) -> None:
     assert node.instance is not None
     started, found = time.perf_counter(), node.instance.candidates
     first = () if way.warm_start is None else warm_candidates(way.warm_start, found)
-    node.result = run_side_by_side(
-        node.instance.search, found, first=first, cutoff_s=cutoff_s, stop_at_s=way.stop_at_s
+    node.instance, node.result = run_instance(
+        node.instance, first=first, cutoff_s=cutoff_s, stop_at_s=way.stop_at_s
     )
     node.bound_s = max(node.bound_s, node.result.bound_s)
     node.solve_s += time.perf_counter() - started

@@ -12,7 +12,7 @@ from autopar.ir.units import seconds_text
 from autopar.solver.candidates import Candidate
 from autopar.solver.hardware import Cluster
 from autopar.solver.instance import Instance, make_instance
-from autopar.solver.pins import GROUP_PIN, KERNEL_PIN, Pins
+from autopar.solver.pins import GROUP_PIN, KERNEL_PIN, OFFLOAD_PINS, OPEN, Pins
 from autopar.solver.solved import Solved
 
 MOST_NODES = 4096
@@ -83,8 +83,9 @@ def _solved(instance: Instance | None, *, best: bool = False) -> Solved | None:
 
 
 def _without(instance: Instance, names: Collection[str]) -> Instance | None:
-    """The instance without some pins; None where no mesh is left."""
+    """The instance without some pins; None where no mesh is left. Offloading is decided then."""
     rest = {name: value for name, value in instance.pin.items() if name not in names}
+    rest |= {name: OPEN for name in names if name in OFFLOAD_PINS}
     try:
         return instance.on(instance.cluster, pin=rest)
     except InputError:
@@ -132,7 +133,8 @@ def _left_open(pin: Pins, names: Sequence[str], solved: Solved) -> str:
 def _value(candidate: Candidate, name: str) -> object:
     if name == GROUP_PIN:
         return ", ".join(f"group {place + 1}" for place in candidate.group_order)
-    return candidate.kernels if name == KERNEL_PIN else getattr(candidate, name)
+    value: object = candidate.kernels if name == KERNEL_PIN else getattr(candidate, name)
+    return int(value) if isinstance(value, bool) else value
 
 
 def _more_nodes(instance: Instance) -> Iterator[Change]:

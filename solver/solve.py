@@ -34,13 +34,13 @@ from autopar.solver.infeasible import infeasible_error
 from autopar.solver.instance import Instance, make_instance
 from autopar.solver.layout.decode import axis_typing, join_axes
 from autopar.solver.layout.model_facts import ModelFacts
+from autopar.solver.offloading import run_instance
 from autopar.solver.pins import Pins
 from autopar.solver.predict import predict
 from autopar.solver.reasons import NUM_ALTERNATIVES, alternatives, search_report
 from autopar.solver.search import Progress
 from autopar.solver.search_result import SearchResult
 from autopar.solver.shares import share_plans
-from autopar.solver.side_by_side import run_side_by_side
 from autopar.solver.solved import Solved
 from autopar.solver.unruled import replicated_ops
 from autopar.solver.what_if import shadow_prices, solve_runners_up
@@ -114,7 +114,7 @@ def solve_instance(
         InfeasibleError: Nothing fits into memory.
     """
     started = time.perf_counter()
-    result = run_side_by_side(instance.search, instance.candidates)
+    instance, result = run_instance(instance)
     if result.best is None:
         raise infeasible_error(instance)
     return make_plan(

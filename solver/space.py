@@ -17,6 +17,7 @@ from autopar.solver.candidates import Candidate, CutsName, Divisible
 from autopar.solver.hardware import Cluster
 from autopar.solver.pins import (
     KERNEL_PIN,
+    OPEN,
     ZERO_PIN,
     Pins,
     check_model,
@@ -173,9 +174,11 @@ def _of_mesh(
     recompute = cast("RecomputeName", pin.get("recompute", "blocks"))
     sharded = pin.get("sequence_parallel")
     in_order = cluster.reordered(order)
+    offloads = tuple(_offloads(pin, most=model.num_blocks // mesh.pp))
     for micro_batch_size, number, shares in _divisions(in_order, mesh, global_batch_size, pin):
         for zero_stage, zero_stages, zero_open in _zero_choices(mesh, model, pin, shares):
-            for schedule, virtual in _schedules(mesh.pp, model, pin, is_mixed=bool(order)):
+            schedules = _schedules(mesh.pp, model, pin, is_mixed=bool(order))
+            for (schedule, virtual), (state, away) in itertools.product(schedules, offloads):
                 candidate = Candidate(
                     pp=mesh.pp,
                     dp_replicate=mesh.dp_replicate,
@@ -196,8 +199,8 @@ def _of_mesh(
                     extra_in_flight=int(pin.get("extra_in_flight", 0)),
                     loss_chunks=int(pin.get("loss_chunks", 1)),
                     chunks_open="loss_chunks" not in pin and not shares,
-                    offload_optimizer=bool(pin.get("offload_optimizer", 0)),
-                    offload_activations=int(pin.get("offload_activations", 0)),
+                    offload_optimizer=state,
+                    offload_activations=away,
                     group_order=order,
                     shares=shares,
                     zero_stages=zero_stages,
@@ -308,14 +311,34 @@ def _holds(candidate: Candidate, pin: Pins) -> bool:
         )
     if candidate.zero_stages and not candidate.per_block:
         return False  # a virtual stage is one segment, which has one ZeRO stage
-    if candidate.offload_activations and (not candidate.per_block or candidate.shares):
-        return False  # blocks of which activations are offloaded are segments
+    if candidate.offload_activations and not _may_offload(candidate):
+        return False
     if candidate.shares and candidate.zero_stage > 1 and candidate.schedule != "layered":
         return False  # gathers or reductions of each micro-batch, which some ranks do not have
     # Interleaved, fewer micro-batches than stages leave stages waiting as if there were no others.
     is_short = candidate.num_micro_batches < candidate.pp and candidate.schedule != "layered"
     is_short = is_short and candidate.virtual_stages > 1
     return not is_short or "virtual_stages" in pin
+
+
+def _may_offload(candidate: Candidate) -> bool:
+    """Whether what is chosen beside offloaded activations goes with them: their blocks are segments
+    of which nothing is computed again.
+    """
+    if not candidate.per_block or candidate.shares or candidate.zero_open:
+        return False
+    return candidate.recompute in ("none", "blocks")
+
+
+def _offloads(pin: Pins, *, most: int) -> Iterator[tuple[bool, int]]:
+    """Whether optimizer state is offloaded, and of how many blocks of each stage activations are:
+    where that is open, of none, of powers of two, and of as many as stages have.
+    """
+    state, num = pin.get("offload_optimizer", 0), pin.get("offload_activations", 0)
+    numbers = [0, *(2**n for n in range(most.bit_length())), most] if num == OPEN else [int(num)]
+    for offload in (False, True) if state == OPEN else (bool(state),):
+        for number in dict.fromkeys(numbers):
+            yield offload, number
 
 
 def _shares_tokens(candidate: Candidate, model: Divisible) -> bool:

@@ -21,9 +21,8 @@ INTEGER_PINS = (
     "sequence_parallel",
     "loss_parallel",
     "loss_chunks",
-    "offload_optimizer",
-    "offload_activations",
 )
+OPEN_PINS = ("offload_optimizer", "offload_activations")
 CHOICE_PINS = {
     "recompute": ("none", "selective", "selective_op", "selective_layer", "blocks", "full"),
     "schedule": ("1f1b", "interleaved", "layered", "zero_bubble"),
@@ -165,6 +164,8 @@ def _add_pins(parser: argparse.ArgumentParser) -> None:
     pins = parser.add_argument_group("decisions to pin instead of searching")
     for name in INTEGER_PINS:
         pins.add_argument(_flag(name), dest=name, type=int, metavar="N")
+    for name in OPEN_PINS:
+        pins.add_argument(_flag(name), dest=name, type=_number_or_open, metavar="N or open")
     for name, choices in CHOICE_PINS.items():
         pins.add_argument(_flag(name), dest=name, choices=choices)
     for name in TEXT_PINS:
@@ -263,6 +264,10 @@ def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
 def _gpu_range(text: str) -> int | tuple[int, int]:
     low, colon, high = text.partition(":")
     return (int(low), int(high)) if colon else int(low)
+
+
+def _number_or_open(text: str) -> int | str:
+    return text if text == "open" else int(text)
 
 
 def _flag(name: str) -> str:

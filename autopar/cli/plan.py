@@ -7,7 +7,7 @@ import sys
 
 from autopar import api
 from autopar.api.arguments import PlanArguments, only
-from autopar.cli.options import CHOICE_PINS, INTEGER_PINS, TEXT_PINS
+from autopar.cli.options import CHOICE_PINS, INTEGER_PINS, OPEN_PINS, TEXT_PINS
 from autopar.ir.plan import to_json
 
 
@@ -37,7 +37,8 @@ def cluster_of(arguments: argparse.Namespace) -> api.Cluster:
 
 def given_of(arguments: argparse.Namespace) -> dict[str, object]:
     """All options by their names in Python, those among them that functions take."""
-    pins = {name: getattr(arguments, name) for name in (*INTEGER_PINS, *CHOICE_PINS, *TEXT_PINS)}
+    names = (*INTEGER_PINS, *OPEN_PINS, *CHOICE_PINS, *TEXT_PINS)
+    pins = {name: getattr(arguments, name) for name in names}
     given: dict[str, object] = {
         **vars(arguments),
         "pin": {name: value for name, value in pins.items() if value is not None},

@@ -29,8 +29,8 @@ PINS: list[dict[str, int | str]] = [
     {},
     {"loss_chunks": 1},
     {"loss_chunks": 1, "zero_stages": "open"},
-    {"loss_chunks": 1, "offload_optimizer": 1},
-    {"loss_chunks": 1, "offload_activations": 1},
+    {"loss_chunks": 1, "offload_optimizer": "open"},
+    {"loss_chunks": 1, "offload_activations": "open"},
 ]
 DECISIONS = ("pp", "tp", "zero_stage", "schedule", "micro_batch_size", "virtual_stages")
 

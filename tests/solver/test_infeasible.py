@@ -85,7 +85,7 @@ def test_every_change_was_verified_by_solving(pin: Pin):
 
 
 def test_without_pins_more_nodes_are_counted_and_verified():
-    small = TWO_NODES.with_memory(11_000)
+    small, pins = TWO_NODES.with_memory(11_000), {"offload_optimizer": 0, "offload_activations": 0}
     found = relaxations(instance(small, batch=16))
     assert found.conflict == ()
     (nodes,) = (change for change in found.changes if change.text.endswith("nodes"))
@@ -93,7 +93,7 @@ def test_without_pins_more_nodes_are_counted_and_verified():
     assert num > small.nodes
     assert nodes.step_s >= plan(small.with_nodes(num), batch=16).prediction.step_s
     with pytest.raises(InfeasibleError):
-        plan(small.with_nodes(num - 1), batch=16)
+        plan(small.with_nodes(num - 1), pins, batch=16)
 
 
 def test_gradients_in_16_bits_are_offered_where_they_help():

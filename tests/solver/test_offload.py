@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.ir.errors import InfeasibleError
 from autopar.ir.offload import STATE_BUCKET_NUMEL, STATE_BUCKETS
 from autopar.ir.plan import from_json, to_json
 from autopar.solver import Cluster
@@ -18,6 +19,7 @@ from autopar.solver.costs.memory import (
 )
 from autopar.solver.costs.parameters import ParameterCosts
 from autopar.solver.hardware.spec import HostLink, Memory
+from autopar.solver.infeasible import infeasible_error
 from autopar.solver.stages import ROUNDED_BYTES
 from tests.solver.small import FOUR, instance, plan
 
@@ -148,3 +150,55 @@ def test_offloading_fits_where_nothing_else_does() -> None:
     assert chosen.best is not None
     assert chosen.best.candidate == other
     assert chosen.bound_s <= chosen.best.step_s
+    assert "leave offload_optimizer=0 open: offload_optimizer=1" in str(infeasible_error(nothing))
+    left_open = instance(tight, base | {"offload_optimizer": "open"})
+    assert left_open.candidates == (one, other)
+    decided = left_open.search.run(left_open.candidates)
+    assert decided.best is not None
+    assert decided.best.candidate == other
+    assert decided.bound_s == chosen.bound_s
+
+
+def test_what_fits_in_no_other_way_is_offloaded() -> None:
+    """State if that is enough, and activations, too, otherwise: plans have the pins that they were
+    asked for with, and are refused where offloading is pinned off.
+    """
+    pins: dict[str, int | str] = {
+        "dp_replicate": 4,
+        "zero_stage": 0,
+        "recompute": "none",
+        "loss_chunks": 1,
+        "schedule": "1f1b",
+    }
+    roomy = plan(pin=pins)
+    assert not roomy.schedule.offload_optimizer
+    needed = plan(pin=pins | {"offload_optimizer": 1}).prediction.fullest.peak_bytes
+    tight = FOUR.with_memory(needed)
+    found = plan(tight, pins, what_if=True)
+    assert found.schedule.offload_optimizer
+    assert found.search is not None
+    assert sum(found.search.fates.values()) == found.certificate.num_candidates
+    assert found.pins == pins
+    assert found.certificate.bound_s <= found.prediction.step_s
+    with pytest.raises(InfeasibleError):
+        plan(tight, pins | {"offload_optimizer": 0, "offload_activations": 0})
+    with pytest.raises(InfeasibleError):
+        plan(FOUR.with_memory(needed // 4), pins)
+
+
+def test_open_offloading_is_chosen_where_recomputing_takes_longer() -> None:
+    """A host link that is fast enough, and memory for all but the state."""
+    link = HostLink(bytes_per_s=1e15, node_bytes_per_s=1e15, efficiency=1.0)
+    one = Cluster("cpu-local", gpus_per_node=1)
+    fast = one.with_hardware(replace(one.hardware, host_link=link), "fast")
+    pins: dict[str, int | str] = {"micro_batch_size": 2, "schedule": "1f1b", "loss_chunks": 1}
+    roomy = instance(fast, pins | {"recompute": "none"})
+    solved = roomy.search.refiner.solve_anyway(roomy.candidates[0])
+    tight = fast.with_memory(solved.stager.peak_bytes(solved.cuts)[0] - ROUNDED_BYTES)
+    values: tuple[int | str, ...] = ("open", 0, 1)
+    plans = {value: plan(tight, pins | {"offload_optimizer": value}) for value in values}
+    steps = {value: found.prediction.step_s for value, found in plans.items()}
+    assert steps["open"] == steps[1] < steps[0]
+    assert plans["open"].schedule.offload_optimizer
+    assert plans[0].schedule.recomputed_blocks or plans[0].schedule.recomputed_by_op
+    assert not plan(fast, pins | {"offload_optimizer": "open"}).schedule.offload_optimizer

@@ -107,3 +107,21 @@ def test_pins_that_offloading_does_not_go_with_are_named(
     with pytest.raises(InputError, match="offload_activations=1") as caught:
         plan(FOUR, {**pins, "offload_activations": 1})
     assert text in str(caught.value)
+
+
+def test_open_activations_are_offloaded_where_that_is_faster_than_computing_again() -> None:
+    """Over a link that hides its copies; of how many blocks, the search decides."""
+    link = HostLink(bytes_per_s=1e15, node_bytes_per_s=1e15, efficiency=1.0)
+    fast = GPUS.with_hardware(replace(GPUS.hardware, host_link=link), "fast")
+    pins: dict[str, int | str] = {"pp": 1, "dp_shard": 1, "tp": 1, "dp_replicate": 1}
+    pins |= {"micro_batch_size": 8, "schedule": "1f1b", "loss_chunks": 1}
+    full = deep(fast, pins | {"offload_activations": 20, "recompute": "none"})
+    solved = full.search.refiner.solve_anyway(full.candidates[0])
+    tight = fast.with_memory(solved.stager.peak_bytes(solved.cuts)[0] + ROUNDED_BYTES)
+    found = deep(tight, pins | {"offload_activations": "open"})
+    assert sorted(c.offload_activations for c in found.candidates) == [0, 1, 2, 4, 8, 14]
+    result = found.search.run(found.candidates)
+    assert result.best is not None
+    assert len(result.best.candidate.offloaded_blocks) == 12
+    assert not result.best.candidate.recomputes
+    assert result.bound_s <= result.best.step_s

@@ -311,13 +311,17 @@ def test_pins_hold(pin):
     assert from_json(to_json(found)) == found
 
 
+RESIDENT = {"offload_optimizer": 0, "offload_activations": 0}
+"""Nothing is offloaded, even if nothing fits then."""
+
+
 def test_what_does_not_fit_is_explained(tmp_path):
     with pytest.raises(InfeasibleError) as caught:
         plan(cluster_with(tmp_path, 2_000))
     assert "too much" in str(caught.value)
     assert "stage" in str(caught.value)
     with pytest.raises(InfeasibleError, match=r"leave micro_batch_size=16 open"):
-        plan(cluster_with(tmp_path, 30_000), {"micro_batch_size": 16}, batch=64)
+        plan(cluster_with(tmp_path, 30_000), {"micro_batch_size": 16, **RESIDENT}, batch=64)
 
 
 def test_prediction_is_consistent():
