@@ -204,9 +204,11 @@ def time_by_cause(prediction: Prediction) -> str:
 
 def memory_by_cause(prediction: Prediction) -> str:
     """What fills the memory of the fullest rank."""
-    fullest = prediction.fullest
+    fullest, beside = prediction.fullest, ""
+    if fullest.host_bytes:
+        beside = f"; {bytes_text(fullest.host_bytes)} more on its host"
     return _by_cause(
-        f"memory of the fullest rank (stage {fullest.stage})",
+        f"memory of the fullest rank (stage {fullest.stage}){beside}",
         [(cause, num, bytes_text(num)) for cause, num in fullest.bytes_by_cause.items()],
     )
 

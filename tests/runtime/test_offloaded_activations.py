@@ -15,7 +15,9 @@ from autopar.runtime.communicator import Communicator
 from autopar.runtime.host_copies import HostCopies
 from autopar.runtime.offloaded_activations import OffloadedActivations, Shelf
 from autopar.runtime.threads import run_mesh
-from tests.runtime.cases import Setup, make_batch
+from autopar.solver import Cluster
+from autopar.solver.instance import make_instance
+from tests.runtime.cases import GLOBAL_BATCH, Setup, make_batch, make_model, make_plan
 from tests.runtime.harness import make_engine, train_on_threads
 from tests.runtime.test_engine import make_engine_once
 
@@ -109,3 +111,14 @@ def test_parameters_are_never_copied_and_activations_leave_the_device(
     run_mesh(setup.mesh, rank)
     assert 0 < most[0] <= ACTIVATION_BUFFERS
     assert len({tuple(sizes[block]) for block in (1, 2, 3)}) == 1  # layers that are alike
+    # the account counts the block's input, which stays, as if it were copied, too
+    plan, model = make_plan(setup), make_model(setup.name, setup.layers, setup.precision)
+    pins: dict[str, int | str] = {"micro_batch_size": plan.batch.micro_batch_size, "pp": 1}
+    pins |= {"recompute": "none", "schedule": "1f1b", "loss_chunks": 1, "zero_stage": 3}
+    one = Cluster("cpu-local", gpus_per_node=2)
+    made = make_instance(
+        model, one, global_batch_size=GLOBAL_BATCH, training=plan.training, pin=pins
+    )
+    costs = made.search.refiner.solve_anyway(made.candidates[0]).stager.costs
+    held, given = costs.held_bytes[2], costs.input_bytes[2]
+    assert held - given <= sizes[2][0] * (1 + 1e-9) <= held

@@ -40,6 +40,7 @@ def test_pinned_offload_takes_time_and_frees_memory(
     assert "offloaded" in away.explain()
     assert away.certificate.bound_s <= away.prediction.step_s
     assert all(rank.host_bytes > 0 for rank in away.prediction.ranks[:1])
+    assert "more on its host" in away.explain()
     assert all(rank.host_bytes == 0 for rank in here.prediction.ranks)
     for rank in away.prediction.ranks:
         assert sum(rank.seconds_by_cause.values()) == pytest.approx(away.prediction.step_s)
