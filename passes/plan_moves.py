@@ -13,6 +13,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.moves import Collective, backward_of, collective_of, move
 from autopar.ir.placement import local_shape, parse_state
 from autopar.ir.plan import MovePlan
+from autopar.ir.program import axis_name
 from autopar.passes.base import TypedKind
 from autopar.passes.pipeline import place
 
@@ -54,7 +55,7 @@ def _describe(node: fx.Node, typed: TypedKind, mesh: Mesh, batch: int) -> MovePl
     return MovePlan(
         kind=typed.kind.name,
         value=_moved_value(node).name,
-        axis=str(handle.target).removeprefix("axis_"),
+        axis=axis_name(handle),
         source=str(source),
         target=str(target),
         forward=forward.value,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -21,7 +21,12 @@ from autopar.ir.plan import SchedulePlan
 from autopar.ir.program import Segment
 from autopar.ir.random_ops import FORMS
 from autopar.ir.randomness import Drawing, drawing
-from autopar.ir.recompute import blocks_by_op, recomputed_blocks, recomputed_nodes
+from autopar.ir.recompute import (
+    blocks_by_op,
+    gathering_nodes,
+    recomputed_blocks,
+    recomputed_nodes,
+)
 from autopar.runtime.node_recompute import Context, RecomputingBlock
 from autopar.runtime.weight_parts import weights_apart
 
@@ -50,6 +55,7 @@ class SegmentRunner:
         loss_block = model.producer(model.loss)[0]
         whole = recomputed_blocks(model, schedule.recompute, schedule.recomputed_blocks)
         by_op = blocks_by_op(model, schedule.recompute, schedule.recomputed_by_op)
+        gathered = frozenset(schedule.gathered_again)
         calls = [node for node in segment.module.graph.nodes if node.op == "call_module"]
         forms: dict[tuple[str, bool], _BlockForm] = {}
         for node, block in zip(calls, segment.blocks, strict=True):
@@ -61,7 +67,10 @@ class SegmentRunner:
                     module, model.kinds[kind], schedule, makes_loss=makes_loss, in_parts=in_parts
                 )
             self._interpreter.blocks[node.name] = _BlockCall(
-                index=block, form=forms[key], is_recomputed=block in whole, by_op=block in by_op
+                index=block,
+                form=forms[key],
+                is_recomputed=block in whole,
+                again=(block in by_op, block in gathered),
             )
 
     @property
@@ -92,7 +101,8 @@ class _BlockForm:
     Attributes:
         module: Their graph.
         draws: Whether it draws random numbers.
-        by_op: Runs it where backward computes some of its nodes again.
+        parts: Runs it where backward does some of its nodes again: by whether these are ops, and
+            whether gathers; none where there are no such nodes.
         whole: Runs it where backward computes all of it again, and leaves gradients of weights for
             later. ``torch.utils.checkpoint`` would do it again for every op that is taken apart.
         in_parts: Whether backward leaves gradients of weights for later.
@@ -100,7 +110,7 @@ class _BlockForm:
 
     module: fx.GraphModule
     draws: bool
-    by_op: RecomputingBlock | None
+    parts: Mapping[tuple[bool, bool], RecomputingBlock]
     whole: RecomputingBlock | None
     in_parts: bool
 
@@ -115,20 +125,20 @@ class _BlockForm:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BlockCall:
     """A block of the segment: whether it is computed again in backward as a whole, or some of its
-    nodes.
+    ops, or its gathers.
     """
 
     index: int
     form: _BlockForm
     is_recomputed: bool
-    by_op: bool
+    again: tuple[bool, bool]
 
     @property
     def recomputing(self) -> RecomputingBlock | None:
         """What runs it node by node, if anything does."""
         if self.is_recomputed:
             return self.form.whole
-        return self.form.by_op if self.by_op else None
+        return self.form.parts.get(self.again)
 
 
 def _form(
@@ -149,13 +159,17 @@ def _form(
         module = weights_apart(module, kind.roles)
         calls = [node for node in module.graph.nodes if node.op == "call_function"]
     attention = parse_kernels(schedule.kernels).attention
-    nodes: frozenset[fx.Node] = frozenset()
-    if not makes_loss:
-        nodes = recomputed_nodes(module.graph, schedule.recompute, attention)
+    ops = recomputed_nodes(module.graph, schedule.recompute, attention)
+    gathers = gathering_nodes(module.graph)
+    nodes = {(True, False): ops, (False, True): gathers, (True, True): ops | gathers}
     return _BlockForm(
         module=module,
         draws=draws,
-        by_op=RecomputingBlock(module, nodes, in_parts=in_parts) if nodes else None,
+        parts={
+            again: RecomputingBlock(module, own, in_parts=in_parts)
+            for again, own in nodes.items()
+            if own and not makes_loss
+        },
         whole=RecomputingBlock(module, frozenset(calls), in_parts=True) if in_parts else None,
         in_parts=in_parts,
     )

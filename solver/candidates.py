@@ -49,6 +49,8 @@ class Way:
         loss_parallel: Whether the tensor axis may share the vocabulary of a loss.
         recompute: ``selective`` or ``selective_op`` where backward computes some ops again.
         loss_chunks: In how many slices of the tokens the loss is computed; 0 where that is open.
+        gather_again: Whether backward gathers again what tensor ranks have gathered from shards;
+            None where that is open to each block.
     """
 
     kernels: str
@@ -56,6 +58,7 @@ class Way:
     loss_parallel: bool
     recompute: RecomputeName
     loss_chunks: int = 1
+    gather_again: bool | None = False
 
 
 SettingKey = tuple[int, int, int, int, Way]
@@ -85,6 +88,8 @@ class Candidate:
     virtual_stages: int = 1
     recomputed_blocks: tuple[int, ...] = ()  # of recompute "blocks", once they are chosen: whole
     recomputed_by_op: tuple[int, ...] = ()  # the same, of which single ops are
+    gather_again: bool | None = False  # whether all blocks gather again, or, if that is open,
+    gathered_again: tuple[int, ...] = ()  # which do, once they are chosen
     kernels: str = DEFAULT_KERNELS
     sequence_parallel: bool | None = None
     loss_parallel: bool = True
@@ -110,6 +115,7 @@ class Candidate:
             loss_parallel=self.loss_parallel or self.tp == 1,
             recompute=self.recompute if by_op else "none",
             loss_chunks=0 if self.chunks_open else self.loss_chunks,
+            gather_again=self.gather_again if self.tp > 1 else False,
         )
 
     @property
@@ -136,8 +142,8 @@ class Candidate:
 
     @property
     def recomputes(self) -> bool:
-        """Whether blocks are chosen that are computed again, whole or by their ops."""
-        return bool(self.recomputed_blocks or self.recomputed_by_op)
+        """Whether blocks are chosen that do something again."""
+        return bool(self.recomputed_blocks or self.recomputed_by_op or self.gathered_again)
 
     @property
     def dp(self) -> int:
@@ -208,6 +214,8 @@ class Candidate:
         parts = [
             f"{len(blocks)} block{'s' * (len(blocks) > 1)}{how}" for blocks, how in listed if blocks
         ]
+        if self.gathered_again:
+            parts.append(f"{len(self.gathered_again)} gathered again")
         return " and ".join(parts) or self.recompute
 
     def _offloaded_text(self) -> str:
@@ -235,6 +243,7 @@ class Candidate:
             + (f" × {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else "")
             + (f", {self.extra_in_flight} more in flight" if self.extra_in_flight else "")
             + (f", loss in {self.loss_chunks} chunks" if self.loss_chunks > 1 else "")
+            + ", gathering again" * bool(self.gather_again and self.tp > 1)
             + ", optimizer state offloaded" * self.offload_optimizer
             + self._offloaded_text()
             + self._order_text()

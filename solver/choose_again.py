@@ -1,12 +1,13 @@
 """Which blocks of a layout with known cuts are computed again, and how: the plan's own choice.
 
 A stage takes the best steps of its blocks (``again_steps``) until it fits. Steps are not small, so
-that the last one may make others needless: these are taken back. The same is tried with blocks
-whole only, and by their ops only, and the fastest is kept.
+that the last one may make others needless: these are taken back. The same is tried with some levels
+only, and the fastest is kept.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,40 +15,43 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autopar.ir.plan import RecomputeName
-from autopar.solver.again_steps import Step, steps_of
+from autopar.solver.again_steps import NOT_AGAIN, Step, steps_of
 from autopar.solver.candidates import Candidate
-from autopar.solver.facts import Floats
-from autopar.solver.recomputing import op_saved_bytes, whole_saved_bytes
+from autopar.solver.facts import Floats, Part
+from autopar.solver.recomputing import whole_saved_bytes
 from autopar.solver.runs import on_stage, rounds_of
 from autopar.solver.stages import Stager
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Again:
-    """Blocks that are computed again: whole, and by their ops."""
+    """Blocks that are computed again whole, those whose ops are, and those that gather again."""
 
     whole: frozenset[int] = frozenset()
     by_op: frozenset[int] = frozenset()
+    gathers: frozenset[int] = frozenset()
 
     def joined(self, other: Again) -> Again:
-        """What either computes again."""
+        """What either does again."""
         whole = self.whole | other.whole
-        return Again(whole=whole, by_op=(self.by_op | other.by_op) - whole)
+        by_op, gathers = self.by_op | other.by_op, self.gathers | other.gathers
+        return Again(whole=whole, by_op=by_op - whole, gathers=gathers - whole)
 
     def seconds(self, stager: Stager, stage: int) -> float:
         """What it takes on a stage, per micro-batch."""
-        whole, by_op = sorted(self.whole), sorted(self.by_op)
-        forward = on_stage(stager.costs.forward_s, stage)[whole].sum()
-        return float(forward + on_stage(stager.costs.op_again_s, stage)[by_op].sum())
+        own = replace(stager, candidate=self.of(stager.candidate))
+        return float(on_stage(own.again_s(), stage).sum())
 
     def of(self, candidate: Candidate) -> Candidate:
         """A candidate with these."""
-        recompute: RecomputeName = "blocks" if self.whole or self.by_op else "none"
+        is_any = self.whole or self.by_op or self.gathers
+        recompute: RecomputeName = "blocks" if is_any else "none"
         return replace(
             candidate,
             recompute=recompute,
             recomputed_blocks=tuple(sorted(self.whole)),
             recomputed_by_op=tuple(sorted(self.by_op)),
+            gathered_again=tuple(sorted(self.gathers)),
         )
 
 
@@ -89,33 +93,26 @@ def _choose(stager: Stager, stage: int, cuts: Sequence[int], room_bytes: float) 
     for taken in fitting:
         _take_back(room, taken)
     best = min(fitting, key=lambda taken: taken.seconds(room.alike), default=None)
-    return None if best is None else best.again(room.alike)
+    return None if best is None else best.again(room.alike, [p.key for p in stager.costs.parts])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Alike:
-    """Blocks of a stage that give the same, by their ops and whole, of a micro-batch, of at most
-    ``number`` of them; and bytes that are there again then.
+    """Blocks of a stage that give the same at each level, of a micro-batch, of at most ``number``
+    of them; and bytes that are there again then.
     """
 
     virtual_stage: int
     number: float
-    op_freed: float
-    op_s: float
-    op_rebuilt: float
-    whole_freed: float
-    whole_s: float
-    whole_rebuilt: float
+    freed: tuple[float, ...]
+    seconds: tuple[float, ...]
+    rebuilt: tuple[float, ...]
     blocks: list[int] = field(default_factory=list, compare=False)
 
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """Of one of them, of a micro-batch."""
-        return steps_of(self.op_freed, self.op_s, self.whole_freed, self.whole_s)
-
-    def rebuilt(self, *, whole: bool) -> float:
-        """Bytes that are there again."""
-        return self.whole_rebuilt if whole else self.op_rebuilt
+    def steps(self, levels: Sequence[int]) -> tuple[Step, ...]:
+        """Of one of them, of a micro-batch, to these levels only."""
+        freed = (own if level in levels else 0.0 for level, own in enumerate(self.freed))
+        return steps_of(tuple(freed), self.seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -137,44 +134,48 @@ class _Room:
     def slack(self, taken: _Taken) -> Floats:
         """At each moment, bytes that are left; negative: that are missing."""
         rebuilt, freed = 0.0, []
-        for own, by_op, whole in zip(self.alike, taken.by_op, taken.whole, strict=True):
-            freed.append(by_op * own.op_freed + whole * own.whole_freed)
-            if whole:
-                rebuilt = max(rebuilt, own.whole_rebuilt)
-            if by_op:
-                rebuilt = max(rebuilt, own.op_rebuilt)
+        for own, numbers in zip(self.alike, taken.numbers, strict=True):
+            freed.append(sum(n * each for n, each in zip(numbers, own.freed, strict=True)))
+            there = (each for n, each in zip(numbers, own.rebuilt, strict=True) if n)
+            rebuilt = max(rebuilt, *there, 0.0)
         left: Floats = self.room_bytes - rebuilt - self.kept_bytes + self.numbers @ np.array(freed)
         return left
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Taken:
-    """How many blocks of each that are alike are computed again, by their ops and whole."""
+    """How many blocks of each that are alike are at each level."""
 
-    by_op: list[int]
-    whole: list[int]
+    numbers: list[list[int]]
 
     def take(self, index: int, step: Step, number: int) -> None:
         """A step of so many blocks, after those before it."""
-        if step.whole:
-            self.whole[index], self.by_op[index] = number, max(0, self.by_op[index] - number)
-        else:
-            self.by_op[index] = number
+        own = self.numbers[index]
+        own[step.level] = number
+        if step.before != NOT_AGAIN:
+            own[step.before] = max(0, own[step.before] - number)
 
     def seconds(self, alike: Sequence[_Alike]) -> float:
         """What it takes."""
         return sum(
-            by_op * own.op_s + whole * own.whole_s
-            for own, by_op, whole in zip(alike, self.by_op, self.whole, strict=True)
+            number * seconds
+            for own, numbers in zip(alike, self.numbers, strict=True)
+            for number, seconds in zip(numbers, own.seconds, strict=True)
         )
 
-    def again(self, alike: Sequence[_Alike]) -> Again:
-        """The blocks, whole ones first."""
-        whole, by_op = set[int](), set[int]()
-        for own, num_ops, num_whole in zip(alike, self.by_op, self.whole, strict=True):
-            whole.update(own.blocks[:num_whole])
-            by_op.update(own.blocks[num_whole : num_whole + num_ops])
-        return Again(whole=frozenset(whole), by_op=frozenset(by_op))
+    def again(self, alike: Sequence[_Alike], parts: Sequence[Part]) -> Again:
+        """The blocks, whole ones first, then those that do the last of ``parts`` again."""
+        whole, by_op, gathers = set[int](), set[int](), set[int]()
+        for own, numbers in zip(alike, self.numbers, strict=True):
+            left = iter(own.blocks)
+            for number, part in zip(reversed(numbers), [None, *reversed(parts)], strict=True):
+                blocks = set(itertools.islice(left, number))
+                if part is None:
+                    whole |= blocks
+                    continue
+                by_op |= blocks if part[0] else set()
+                gathers |= blocks if part[1] else set()
+        return Again(whole=frozenset(whole), by_op=frozenset(by_op), gathers=frozenset(gathers))
 
 
 def _room(stager: Stager, stage: int, cuts: Sequence[int], room_bytes: float) -> _Room:
@@ -182,33 +183,25 @@ def _room(stager: Stager, stage: int, cuts: Sequence[int], room_bytes: float) ->
     costs, runs = stager.costs, stager.virtual_stages(stage, cuts)
     moments = nothing.moments(stage, cuts)
     here = 1 - stager.offloaded()
-    whole, by_op = whole_saved_bytes(stager) * here, op_saved_bytes(costs) * here
+    whole = whole_saved_bytes(stager)
     if not stager.candidate.per_block:  # the first block keeps its input in any case
         firsts = [first for first, _ in runs]
-        whole[firsts] = (costs.held_bytes * costs.again("full") * here)[firsts]
+        whole[firsts] = (costs.held_bytes * costs.again("full"))[firsts]
+    freed = np.vstack([costs.part_saved_bytes, whole]) * here
+    seconds = costs.part_seconds if costs.part_seconds.ndim == 2 else costs.part_seconds[stage]
+    rebuilt = np.vstack([*(part.rebuilt_bytes for part in costs.parts), costs.held_bytes])
     found: dict[_Alike, _Alike] = {}
-    columns = (
-        by_op,
-        on_stage(costs.op_again_s, stage),
-        costs.op_rebuilt_bytes,
-        whole,
-        on_stage(costs.forward_s, stage),
-        costs.held_bytes,
-    )
     for number, (first, last) in enumerate(runs):
-        rows = zip(*(values[first : last + 1].tolist() for values in columns), strict=True)
         most = float(moments.numbers[:, number].max())
-        for block, (op_freed, op_s, op_rebuilt, freed, seconds, rebuilt) in enumerate(rows, first):
-            if op_freed > 0 or freed > 0:
+        columns = [values[:, first : last + 1].T.tolist() for values in (freed, seconds, rebuilt)]
+        for block, (own_freed, own_s, own_rebuilt) in enumerate(zip(*columns, strict=True), first):
+            if max(own_freed) > 0:
                 own = _Alike(
                     virtual_stage=number,
                     number=most,
-                    op_freed=op_freed,
-                    op_s=op_s,
-                    op_rebuilt=op_rebuilt,
-                    whole_freed=freed,
-                    whole_s=seconds,
-                    whole_rebuilt=rebuilt,
+                    freed=tuple(own_freed),
+                    seconds=tuple(own_s),
+                    rebuilt=tuple(own_rebuilt),
                 )
                 found.setdefault(own, own).blocks.append(block)
     return _Room(
@@ -219,35 +212,34 @@ def _room(stager: Stager, stage: int, cuts: Sequence[int], room_bytes: float) ->
     )
 
 
-_Steps = Sequence[tuple[int, Step]]
+_Steps = tuple[tuple[int, Step], ...]
 
 
 def _orders(alike: Sequence[_Alike]) -> Iterator[_Steps]:
-    """Which of ``alike`` take which step, best first; and by their ops only, where that takes more
-    seconds for a byte: it leaves less that is there again.
+    """Which of ``alike`` take which step, best first; and without the whole level, or at the first
+    only, which may take more seconds for a byte: it leaves less that is there again.
     """
-    steps = [(index, step) for index, own in enumerate(alike) for step in own.steps]
-    yield sorted(steps, key=lambda pair: (pair[1].rate / alike[pair[0]].number, pair[1].whole))
-    by_op = [
-        (index, Step(freed=own.op_freed, seconds=own.op_s, whole=False))
-        for index, own in enumerate(alike)
-        if own.op_freed > 0
-    ]
-    if any(own.op_freed > 0 and own.steps[0].whole for own in alike):
-        yield sorted(by_op, key=lambda pair: pair[1].rate / alike[pair[0]].number)
+    levels = tuple(range(max((len(own.freed) for own in alike), default=0)))
+    found: dict[_Steps, None] = {}
+    for some in dict.fromkeys((levels, levels[:-1], levels[:-1][:1])):
+        steps = [(index, step) for index, own in enumerate(alike) for step in own.steps(some)]
+        steps.sort(key=lambda pair: (pair[1].rate / alike[pair[0]].number, pair[1].level))
+        if steps:
+            found[tuple(steps)] = None
+    yield from found
 
 
 def _fewest(room: _Room, steps: _Steps) -> _Taken | None:
     """As few of the steps, in order, as make it fit; None where all are too few."""
     nums = np.array([len(room.alike[index].blocks) for index, _ in steps])
-    rebuilt = [room.alike[index].rebuilt(whole=step.whole) for index, step in steps]
+    rebuilt = [room.alike[index].rebuilt[step.level] for index, step in steps]
     each = room.numbers[:, [index for index, _ in steps]] * [step.freed for _, step in steps]
     freed = np.cumsum(each * nums, axis=1)
     missing = room.kept_bytes[:, None] - room.room_bytes + np.maximum.accumulate(rebuilt)
     enough = np.flatnonzero((missing - freed).max(axis=0) <= _BYTE)
     if not len(enough):
         return None
-    taken, last = _Taken([0] * len(room.alike), [0] * len(room.alike)), int(enough[0])
+    taken, last = _Taken([[0] * len(own.freed) for own in room.alike]), int(enough[0])
     for index, step in steps[:last]:
         taken.take(index, step, len(room.alike[index].blocks))
     left = (missing - freed)[:, last] + each[:, last] * nums[last]
@@ -277,41 +269,42 @@ def _take_back(room: _Room, taken: _Taken) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Change:
-    """A block of ``alike[index]`` that is not computed again, or by its ops and not whole."""
+    """A block of ``alike[index]`` that is at ``level`` goes to another."""
 
     index: int
     freed: float
     saved_s: float
-    was_whole: bool
-    is_by_op: bool
+    level: int
+    to: int
 
     def able(self, taken: _Taken) -> int:
         """How many blocks there are for it."""
-        return (taken.whole if self.was_whole else taken.by_op)[self.index]
+        return taken.numbers[self.index][self.level]
 
     def make(self, taken: _Taken, number: int) -> None:
         """Of so many blocks."""
-        (taken.whole if self.was_whole else taken.by_op)[self.index] -= number
-        taken.by_op[self.index] += number * self.is_by_op
+        own = taken.numbers[self.index]
+        own[self.level] -= number
+        if self.to != NOT_AGAIN:
+            own[self.to] += number
 
 
 def _changes(alike: Sequence[_Alike]) -> Iterator[_Change]:
+    """All that save seconds, and leave no more that is there again."""
     for index, own in enumerate(alike):
-        kinds = (
-            (own.whole_freed, own.whole_s, True, False),
-            (own.op_freed, own.op_s, False, False),
-            (own.whole_freed - own.op_freed, own.whole_s - own.op_s, True, True),
-        )
-        for freed, saved_s, was_whole, is_by_op in kinds:
-            less_is_there = not is_by_op or 0 < own.op_rebuilt <= own.whole_rebuilt
-            if saved_s > 0 and less_is_there:
-                yield _Change(
-                    index=index,
-                    freed=freed,
-                    saved_s=saved_s,
-                    was_whole=was_whole,
-                    is_by_op=is_by_op,
-                )
+        levels = list(zip(own.freed, own.seconds, own.rebuilt, strict=True))
+        others = [*enumerate(levels), (NOT_AGAIN, (0.0, 0.0, 0.0))]
+        for level, (freed, seconds, rebuilt) in enumerate(levels):
+            for to, (other_freed, other_s, other_rebuilt) in others:
+                gives = to == NOT_AGAIN or other_freed > 0
+                if freed > 0 and gives and other_s < seconds and other_rebuilt <= rebuilt:
+                    yield _Change(
+                        index=index,
+                        freed=freed - other_freed,
+                        saved_s=seconds - other_s,
+                        level=level,
+                        to=to,
+                    )
 
 
 _BYTE = 1.0

@@ -125,8 +125,7 @@ def fitting(stager: Stager, cuts: tuple[int, ...]) -> Stager | None:
 
 def _again_s(stager: Stager, cuts: tuple[int, ...]) -> float:
     """Seconds of what blocks of the last stage compute again."""
-    costs = stager.costs
-    return _sum(costs.forward_s * stager.again() + costs.op_again_s * stager.by_op(), stager, cuts)
+    return _sum(stager.again_s(), stager, cuts)
 
 
 def _stage_s(stager: Stager, cuts: tuple[int, ...]) -> float:

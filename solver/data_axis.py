@@ -93,7 +93,10 @@ class DataAxis:
             backward_s=costs.backward_s
             + sites.most(lambda c: np.array([cost.backward_s for cost in more[c]])),
             held_bytes=costs.held_bytes + [cost.held_bytes for cost in any_more],
-            op_held_bytes=costs.op_held_bytes + [cost.held_bytes for cost in any_more],
+            parts=tuple(
+                replace(part, held_bytes=part.held_bytes + [cost.held_bytes for cost in any_more])
+                for part in costs.parts
+            ),
             temporary_bytes=costs.temporary_bytes + [cost.transient_bytes for cost in any_more],
         )
 

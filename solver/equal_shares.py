@@ -19,6 +19,7 @@ from autopar.solver.mixed import AnySetting
 from autopar.solver.pricer import Pricer
 from autopar.solver.refinement import Refinement, nothing_left
 from autopar.solver.schedule_bounds import stage_bounds
+from autopar.solver.settings import NOTHING_AGAIN
 from autopar.solver.solved import Solved, simulate_cuts
 from autopar.solver.tight_bounds import TightBounds
 from autopar.solver.zero_choice import with_stages_chosen
@@ -150,11 +151,12 @@ class EqualSolver:
 
 def priced_layouts(setting: AnySetting) -> list[Solution]:
     """Layouts that are slower and keep less than the fastest: at prices of a kept byte, of blocks
-    that are computed once or whose ops are computed again.
+    that do nothing or a part again.
     """
     fastest, found = setting.solution("none"), dict[object, Solution]()
-    for by_op, price in itertools.product((False, True), setting.prices()):
-        solution = setting.priced_solution(price, by_op=by_op)
+    parts = [NOTHING_AGAIN, *setting.part_solvers()]
+    for part, price in itertools.product(parts, setting.prices()):
+        solution = setting.priced_solution(price, part)
         found.setdefault((solution.choices, solution.states), solution)
     found.pop((fastest.choices, fastest.states), None)
     return list(found.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import get_args
@@ -19,6 +20,33 @@ from autopar.solver.layout.problem import KindCost, Problem
 Floats = NDArray[np.float64]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartCosts:
+    """What blocks cost that do a part again in backward: their ops by ``by_op``, what tensor ranks
+    gather by ``gathers``, or both.
+
+    Attributes:
+        again_s: By how much backward is longer.
+        held_bytes: What autograd keeps.
+        rebuilt_bytes: What is there beside it then.
+    """
+
+    by_op: bool
+    gathers: bool
+    again_s: Floats
+    held_bytes: Floats
+    rebuilt_bytes: Floats
+
+    @property
+    def key(self) -> Part:
+        """Which part it is."""
+        return self.by_op, self.gathers
+
+
+Part = tuple[bool, bool]
+"""Whether ops are computed again, and whether what tensor ranks gather is gathered again."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockCosts:
     """Costs of every block, in order. All per micro-batch; bytes and elements are a rank's.
@@ -30,8 +58,7 @@ class BlockCosts:
         forward_comm_s, backward_comm_s: The part of the tensor axis's collectives.
         held_bytes: What autograd keeps.
         rebuilt_bytes: What is there beside it when backward has computed single ops again.
-        op_again_s, op_held_bytes, op_rebuilt_bytes: Of a block whose ops are computed again: by how
-            much backward is longer, what autograd keeps, and what is there beside it then.
+        parts: Of blocks that do a part again, for each that is open.
         temporary_bytes: What the op that needs most has beside it.
         input_s, weight_s: Of ``backward_s``, the two parts of a backward in two.
         waiting_bytes: What is kept between the parts.
@@ -53,9 +80,6 @@ class BlockCosts:
     backward_comm_s: Floats
     held_bytes: Floats
     rebuilt_bytes: Floats
-    op_again_s: Floats
-    op_held_bytes: Floats
-    op_rebuilt_bytes: Floats
     temporary_bytes: Floats
     input_s: Floats
     weight_s: Floats
@@ -71,6 +95,22 @@ class BlockCosts:
     recomputed: Mapping[RecomputeName, Floats]
     step_s: Floats
     parameters: tuple[Mapping[str, tuple[int, bool]], ...] = field(repr=False)
+    parts: tuple[PartCosts, ...] = ()
+
+    @property
+    def part_seconds(self) -> Floats:
+        """Seconds of each part again (rows), then of all of a block; where stages have seconds of
+        their own, of each stage.
+        """
+        each = [*(part.again_s for part in self.parts), self.forward_s]
+        return np.stack(np.broadcast_arrays(*each), axis=-2)
+
+    @functools.cached_property
+    def part_saved_bytes(self) -> Floats:
+        """What a micro-batch keeps less of each block that does a part again, by part (rows)."""
+        less = [self.held_bytes - part.held_bytes for part in self.parts]
+        found = np.array(less).reshape(len(less), self.num_blocks)
+        return np.maximum(found, 0.0) * self.again("full")
 
     @property
     def num_blocks(self) -> int:
@@ -133,31 +173,36 @@ def layout_costs(
     facts: ModelFacts,
     problem: Problem,
     kinds: tuple[KindCost, ...],
-    by_op: tuple[KindCost, ...],
+    parts: Mapping[Part, tuple[KindCost, ...]],
     states: tuple[int, ...],
 ) -> BlockCosts:
-    """The costs of all blocks under a solution: ``kinds`` and the state of each class.
-
-    Args:
-        by_op: The kinds where ops are computed again; ``kinds`` where that is not open.
+    """The costs of all blocks under a solution: ``kinds``, by ``parts`` those that do a part again,
+    and the state of each class.
     """
     chosen = {
         number: _chosen(problem, number, (state,))
         for number, state in enumerate(states)
         if state >= 0
     }
-    return with_ops(_block_costs(facts, kinds, chosen), facts, by_op)
+    return with_parts(_block_costs(facts, kinds, chosen), facts, parts)
 
 
-def with_ops(costs: BlockCosts, facts: ModelFacts, by_op: tuple[KindCost, ...]) -> BlockCosts:
-    """``costs`` of blocks, with those of the same blocks whose ops are computed again."""
-    again = _costs_of(facts, by_op)
-    return replace(
-        costs,
-        op_again_s=np.array([max(cost.again_s, cost.again_launch_s) for cost in again]),
-        op_held_bytes=np.array([float(cost.held_bytes) for cost in again]),
-        op_rebuilt_bytes=np.array([float(cost.rebuilt_bytes) for cost in again]),
+def with_parts(
+    costs: BlockCosts, facts: ModelFacts, parts: Mapping[Part, tuple[KindCost, ...]]
+) -> BlockCosts:
+    """``costs`` of blocks, with those of the same blocks that do a part again."""
+    found = tuple(
+        PartCosts(
+            by_op=by_op,
+            gathers=gathers,
+            again_s=np.array([max(cost.again_s, cost.again_launch_s) for cost in again]),
+            held_bytes=np.array([float(cost.held_bytes) for cost in again]),
+            rebuilt_bytes=np.array([float(cost.rebuilt_bytes) for cost in again]),
+        )
+        for (by_op, gathers), kinds in parts.items()
+        for again in (_costs_of(facts, kinds),)
     )
+    return replace(costs, parts=found)
 
 
 def _costs_of(facts: ModelFacts, kinds: tuple[KindCost, ...]) -> list[KindCost]:
@@ -215,8 +260,10 @@ def _chosen(problem: Problem, number: int, states: Iterable[int]) -> _Chosen:
     )
 
 
-def least_kind_costs(problem: Problem) -> tuple[KindCost, ...]:
-    """For each kind: every op at its fastest, no moves, and every kept tensor at its smallest."""
+def least_kind_costs(problem: Problem, *, may_gather: bool = False) -> tuple[KindCost, ...]:
+    """For each kind: every op at its fastest, no moves, and every kept tensor at its smallest; what
+    can be gathered again is not kept if it may be.
+    """
     num = len(problem.kinds)
     forward, backward, held, temporary = [0.0] * num, [0.0] * num, [0] * num, [0] * num
     weight, rebuilt, waiting = [0.0] * num, [0] * num, [0] * num
@@ -254,7 +301,8 @@ def least_kind_costs(problem: Problem) -> tuple[KindCost, ...]:
             backward[kind] += min(cost.backward_s for cost in costs)
     smallest_of: dict[int, int] = {}
     for entry in problem.held:
-        size = 0 if entry.moved is not None else entry.num_bytes
+        is_kept = entry.made is None and not (may_gather and math.isfinite(entry.gather_s))
+        size = entry.num_bytes if is_kept else 0
         smallest_of[entry.tensor] = min(smallest_of.get(entry.tensor, size), size)
     for tensor, kind in kept.items():
         held[kind] += smallest_of[tensor]
@@ -331,9 +379,6 @@ def _block_costs(
         backward_comm_s=np.array([cost.backward_comm_s for cost in costs]),
         held_bytes=held,
         rebuilt_bytes=rebuilt,
-        op_again_s=np.zeros(num),
-        op_held_bytes=held,
-        op_rebuilt_bytes=rebuilt,
         temporary_bytes=np.array([float(cost.transient_bytes) for cost in costs]),
         input_s=backward_s - weight_s,
         weight_s=weight_s,

@@ -363,9 +363,9 @@ class _Chunker:
     def _is_stored(self, number: int) -> bool:
         """Whether what is kept is a parameter where it lies."""
         held = self.problem.held[number]
-        if held.moved is None:
+        if held.made is None:
             return False
-        value = held.moved[0]
+        value = held.made
         return self.problem.values[value].states.index(self.produced[value]) in held.free
 
     def _transient_bytes(self) -> int:

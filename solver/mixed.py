@@ -18,13 +18,14 @@ from autopar.ir.plan import RecomputeName
 from autopar.solver.bounds import StageTimes
 from autopar.solver.candidates import Candidate
 from autopar.solver.costs.memory import Itemsizes
-from autopar.solver.facts import BlockCosts, Floats
+from autopar.solver.facts import BlockCosts, Floats, Part
 from autopar.solver.hardware import Cluster
 from autopar.solver.layout.frontier import FrontierPoint
 from autopar.solver.layout.model_facts import ModelFacts
 from autopar.solver.layout.outer import AxisTyping
 from autopar.solver.layout.problem import MemoryLimit, Problem, Solution
-from autopar.solver.settings import Setting
+from autopar.solver.layout.solve import ProblemSolver
+from autopar.solver.settings import NOTHING_AGAIN, Setting
 from autopar.solver.sites import Sites
 from autopar.solver.typed_axes import TypedAxes
 
@@ -95,12 +96,16 @@ class MixedSetting:
         """The layout that is fastest of those that are on some kind of nodes."""
         return self._fastest([s.solution(recompute, limits) for s in self.settings.values()])
 
-    def priced_solution(self, price: float, *, by_op: bool = False) -> Solution:
-        """See ``Setting``."""
-        found = [s.priced_solution(price, by_op=by_op) for s in self.settings.values()]
-        return self._fastest(found, by_op=by_op)
+    def part_solvers(self) -> Mapping[Part, ProblemSolver]:
+        """Of one of the kinds of nodes: all have the same parts."""
+        return self._any.part_solvers()
 
-    def _fastest(self, found: Sequence[Solution], *, by_op: bool = False) -> Solution:
+    def priced_solution(self, price: float, part: Part = NOTHING_AGAIN) -> Solution:
+        """See ``Setting``."""
+        found = [s.priced_solution(price, part) for s in self.settings.values()]
+        return self._fastest(found, part)
+
+    def _fastest(self, found: Sequence[Solution], part: Part = NOTHING_AGAIN) -> Solution:
         able = [solution for solution in found if solution.status != "infeasible"]
         if not able:
             return found[0]
@@ -110,8 +115,8 @@ class MixedSetting:
 
         def seconds(solution: Solution) -> float:
             costs = self.costs(solution)
-            again = costs.op_again_s if by_op else 0.0
-            return float((costs.forward_s + costs.backward_s + again).sum())
+            again = sum(own.again_s.sum() for own in costs.parts if own.key == part)
+            return float((costs.forward_s + costs.backward_s).sum() + again)
 
         return min(by_layout.values(), key=seconds)
 
@@ -180,7 +185,7 @@ class MixedSetting:
             )
         return self._times[name, recompute]
 
-    def trades(self) -> Iterator[tuple[Floats, Floats]]:
+    def trades(self) -> Iterator[tuple[BlockCosts, Floats]]:
         """See ``Setting``: on each kind of nodes a layout takes no less than what keeps no more."""
         least = self.least_times("none").both
         frontiers = {cluster: setting.frontiers() for cluster, setting in self.settings.items()}
@@ -199,7 +204,8 @@ class MixedSetting:
                 for cluster, own in frontiers.items():
                     more[cluster] = more[cluster].copy()
                     more[cluster][list(blocks)] = _seconds_at(_points(own, blocks), num_bytes)
-            yield held, np.maximum(least, self.sites.most(more.__getitem__))
+            costs = replace(self.tight(), held_bytes=held)
+            yield costs, np.maximum(least, self.sites.most(more.__getitem__))
 
     def priced(self, price: float, waiting: float = 0.0) -> Floats:
         """See ``Setting``."""
@@ -216,8 +222,12 @@ class MixedSetting:
     def _joined_least(self, costs: Mapping[Cluster, BlockCosts]) -> BlockCosts:
         """Costs that no layout is below."""
         held = np.max([own.held_bytes for own in costs.values()], axis=0)
-        by_op = np.max([own.op_held_bytes for own in costs.values()], axis=0)
-        return replace(join_costs(self.sites, costs), held_bytes=held, op_held_bytes=by_op)
+        joined = join_costs(self.sites, costs)
+        parts = tuple(
+            replace(part, held_bytes=np.max([own.parts[n].held_bytes for own in costs.values()], 0))
+            for n, part in enumerate(joined.parts)
+        )
+        return replace(joined, held_bytes=held, parts=parts)
 
 
 AnySetting = Setting | MixedSetting
@@ -225,13 +235,19 @@ AnySetting = Setting | MixedSetting
 
 def join_costs(sites: Sites, costs: Mapping[Cluster, BlockCosts]) -> BlockCosts:
     """Costs of blocks on each stage, from those on each kind of nodes, which differ in seconds."""
+    one = next(iter(costs.values()))
+
+    def part_s(number: int) -> Floats:
+        return sites.most(lambda cluster: costs[cluster].parts[number].again_s)
+
+    parts = tuple(replace(part, again_s=part_s(n)) for n, part in enumerate(one.parts))
     return replace(
-        next(iter(costs.values())),
+        one,
+        parts=parts,
         forward_s=sites.most(lambda cluster: costs[cluster].forward_s),
         backward_s=sites.most(lambda cluster: costs[cluster].backward_s),
         forward_comm_s=sites.most(lambda cluster: costs[cluster].forward_comm_s),
         backward_comm_s=sites.most(lambda cluster: costs[cluster].backward_comm_s),
-        op_again_s=sites.most(lambda cluster: costs[cluster].op_again_s),
         input_s=sites.most(lambda cluster: costs[cluster].input_s),
         weight_s=sites.most(lambda cluster: costs[cluster].weight_s),
         step_s=sites.most(lambda cluster: costs[cluster].step_s),

@@ -25,6 +25,7 @@ INTEGER_PINS = (
     "loss_chunks",
     "offload_optimizer",
     "offload_activations",
+    "gather_again",
 )
 CHOICE_PINS: Mapping[str, tuple[str, ...]] = {
     "recompute": get_args(RecomputeName),
@@ -48,6 +49,7 @@ _RANGES: Mapping[str, tuple[int, int | None]] = {
     "loss_parallel": (0, 1),
     "offload_optimizer": (0, 1),
     "offload_activations": (0, None),
+    "gather_again": (0, 1),
     "extra_in_flight": (0, None),
 }
 Pins = Mapping[str, int | str]
@@ -99,6 +101,12 @@ def check_pins(pin: Pins, cluster: Cluster, global_batch_size: int) -> None:
     _check_batch(pin, global_batch_size)
     _check_zero(pin)
     _check_virtual(pin)
+    if pin.get("gather_again") and pin.get("offload_activations"):
+        raise InputError(
+            f"gather_again=1 and offload_activations={pin['offload_activations']} are pinned, but "
+            "what is offloaded is not gathered again",
+            hint="leave one of them open",
+        )
     _check_offload(pin)
 
 

@@ -136,7 +136,7 @@ def _rank(solved: Solved, stage: int, whole: Candidate) -> RankPrediction:
     comm = total(costs.forward_comm_s) + total(costs.backward_comm_s)
     forward = total(costs.forward_s)
     compute = forward + total(costs.backward_s) - comm
-    again = total(costs.forward_s * stager.again() + costs.op_again_s * stager.by_op())
+    again = total(stager.again_s())
     adding = total(stager.adding_s())
     optimizer, copying = optimizer_s(stager, solved.segments)[stage], total(stager.copying_s())
     simulation, inline = solved.simulation, total(stager.inline_copy_s())

@@ -21,7 +21,7 @@ NUM_ALTERNATIVES = 5
 
 _DERIVED = (
     *("num_micro_batches", "recomputed_blocks", "recomputed_by_op", "loss_chunks", "chunks_open"),
-    *("zero_stages", "zero_open", "offloaded_blocks"),
+    *("gathered_again", "zero_stages", "zero_open", "offloaded_blocks"),
 )
 """Fields of a candidate that follow from others, or are chosen with the layout."""
 

@@ -1,6 +1,6 @@
 """What stages compute again: as few seconds of it as make them fit into memory.
 
-A candidate that recomputes "blocks" leaves open which, and whether whole or by their ops
+A candidate that recomputes "blocks" leaves open which, and whether whole or which parts of them
 (``again_steps``). Blocks of a kind are alike, so that only how many of each are computed again, and
 how, matters: those that give the most memory for a second come first.
 """
@@ -16,7 +16,7 @@ from autopar.solver.again_steps import Alike, Offer, best_steps, least_whole_s
 from autopar.solver.facts import BlockCosts, Floats
 from autopar.solver.in_flight import in_flight
 from autopar.solver.reach import Floor
-from autopar.solver.runs import Rounds, Runs, distinct_rows, prefixes
+from autopar.solver.runs import Ints, Rounds, Runs, distinct_rows, prefixes
 from autopar.solver.stages import ROUNDED_BYTES, Stager
 
 _BYTE = 1.0
@@ -53,18 +53,18 @@ def _again_at_s(stager: Stager, runs: Runs, need: Floats, flying: Floats, *, exa
     costs, candidate = stager.costs, stager.candidate
     whole = whole_saved_bytes(stager) if exact else costs.held_bytes * costs.again("full")
     flying = np.maximum(flying, _NONE)  # where none are in flight, nothing is saved
-    rows, of_stage = distinct_rows(np.concatenate([costs.forward_s, costs.op_again_s], axis=-1))
+    rows, of_stage = _rows(costs)
     least = np.full(need.shape, np.inf)
     for freed, rebuilt in _ways(costs, whole):
         # one at a time they are there again: the largest, or the smallest at least
-        able = (freed > 0) | (op_saved_bytes(costs) > 0)
-        again = runs.maxima(rebuilt * able) if exact else min(rebuilt[able], default=0.0)
+        able = freed > 0
+        again = runs.maxima((rebuilt * able).max(axis=0)) if exact else _smallest(rebuilt[able])
         left = np.where(need > 0, need + again, 0.0)
         if exact and not candidate.per_block:  # the first block keeps its input in any case
-            inputs = np.where(freed > 0, costs.input_bytes, 0.0)
+            inputs = np.where(freed[-1] > 0, costs.input_bytes, 0.0)
             left = np.maximum(left - inputs[runs.first] * flying, np.minimum(left, 2 * _BYTE))
         found = [
-            _seconds_of(runs, _offer(costs, freed, *np.split(row, 2)), left, flying, exact=exact)
+            _seconds_of(runs, Offer(freed=freed, seconds=row), left, flying, exact=exact)
             for row in rows
         ]
         of_runs = found[0] if len(found) == 1 else np.choose(of_stage[runs.stage], found)
@@ -73,16 +73,22 @@ def _again_at_s(stager: Stager, runs: Runs, need: Floats, flying: Floats, *, exa
 
 
 def _ways(costs: BlockCosts, whole: Floats) -> Iterator[tuple[Floats, Floats]]:
-    """What blocks give as a whole, and what of them is there again: with blocks that are computed
-    again whole, which give ``whole``, and with none, as ops by themselves are less.
+    """What blocks give at each level, and what of them is there again: with blocks that are
+    computed again whole, which give ``whole``, and with none, as parts by themselves are less.
     """
-    yield whole, costs.held_bytes
-    if op_saved_bytes(costs).any():
-        yield np.zeros(whole.shape), costs.op_rebuilt_bytes
+    parts, num = costs.part_saved_bytes, len(costs.parts) + 1
+    yield np.vstack([parts, whole]), np.tile(costs.held_bytes, (num, 1))
+    if parts.any():
+        rebuilt = [part.rebuilt_bytes for part in costs.parts]
+        yield np.vstack([parts, np.zeros(whole.shape)]), np.vstack([*rebuilt, costs.held_bytes])
 
 
-def _offer(costs: BlockCosts, whole: Floats, forward: Floats, op_again: Floats) -> Offer:
-    return Offer(op_freed=op_saved_bytes(costs), op_s=op_again, whole_freed=whole, whole_s=forward)
+def _rows(costs: BlockCosts) -> tuple[Floats, Ints]:
+    """Seconds of blocks at each level as stages have them that differ, and which each stage has."""
+    seconds = costs.part_seconds
+    flat = seconds.reshape(*seconds.shape[:-2], -1)
+    rows, of_stage = distinct_rows(flat)
+    return rows.reshape(len(rows), *seconds.shape[-2:]), of_stage
 
 
 def _seconds_of(runs: Runs, offer: Offer, left: Floats, flying: Floats, *, exact: bool) -> Floats:
@@ -94,7 +100,7 @@ def _seconds_of(runs: Runs, offer: Offer, left: Floats, flying: Floats, *, exact
         number = np.minimum(runs.sums(blocks), np.ceil(wanted) if exact else wanted)
         seconds += number * step.seconds
         still = np.maximum(still - number * step.freed * flying, 0.0)
-    if exact and len(kinds) == 1:
+    if exact and len(kinds) == 1 and kinds[0].num_partly <= 1:
         seconds = _whole_s(runs, kinds, left, flying)
     elif not exact:
         seconds = np.maximum(seconds, _whole_s(runs, kinds, left, flying))
@@ -102,14 +108,14 @@ def _seconds_of(runs: Runs, offer: Offer, left: Floats, flying: Floats, *, exact
 
 
 def _whole_s(runs: Runs, kinds: Sequence[Alike], left: Floats, flying: Floats) -> Floats:
-    """Seconds at the least, as blocks are computed again whole, or all their ops: of kinds of which
-    there are several, the others for nothing.
+    """Seconds at the least, as none is done again in part: of kinds of which there are several, the
+    others for nothing.
     """
     several = [kind for kind in kinds if kind.blocks.sum() > 1] or kinds
     single = [kind for kind in kinds if not any(kind is other for other in several)]
     wanted = (left - _BYTE) / flying
     for kind in single:
-        wanted = wanted - runs.sums(kind.blocks) * max(kind.op_freed, kind.whole_freed)
+        wanted = wanted - runs.sums(kind.blocks) * max(kind.freed)
     number = sum((runs.sums(kind.blocks) for kind in several), np.zeros(left.shape))
     return least_whole_s(several, wanted, number)
 
@@ -153,8 +159,8 @@ def least_with_again(stager: Stager, both: Floats, before: Floats) -> tuple[Floo
     least = stager.least_run_bytes()
     saved = least.kept - least.again
     able = saved > 0
-    rows, _ = distinct_rows(np.concatenate([costs.forward_s, costs.op_again_s], axis=-1))
-    offers = [_offer(costs, np.maximum(saved, 0.0), *np.split(row, 2)) for row in rows]
+    freed = np.vstack([costs.part_saved_bytes, np.maximum(saved, 0.0)])
+    offers = [Offer(freed=freed, seconds=row) for row in _rows(costs)[0]]
     steps = [step for offer in offers for step, _ in best_steps(offer.kinds())]
     rates = sorted({step.rate for step in steps})
     found, num = [], candidate.num_micro_batches
@@ -162,8 +168,9 @@ def least_with_again(stager: Stager, both: Floats, before: Floats) -> tuple[Floo
     for rate in rates[:: math.ceil(len(rates) / _MOST_PRICES) or 1]:
         prices = rate / numbers  # at which blocks of this rate may be recomputed or not
         again = np.where(able, costs.forward_s + rate * least.again, np.inf)
-        by_op = np.where(able, costs.op_again_s + rate * least.by_op, np.inf)
-        dearer = np.minimum(np.minimum(rate * least.kept, again), by_op)
+        dearer = np.minimum(rate * least.kept, again)
+        for part, kept in zip(costs.parts, least.parts, strict=True):
+            dearer = np.minimum(dearer, np.where(able, part.again_s + rate * kept, np.inf))
         blocks = both + dearer + prices * least.fixed
         work = num * prefixes(blocks)
         sold = num * prices * least.room[:, None] * _ABOVE
@@ -187,19 +194,23 @@ def least_cut_again_s(stager: Stager, rounds: Rounds) -> Floats:
     lost = 1 + np.array([memory.lost_share(overlap=True) for memory in stager.sites.memory])
     flying = [in_flight(candidate, stage).max(axis=0) for stage in range(candidate.pp)]
     each = np.stack(flying, axis=-1) * lost
-    rows, of_stage = distinct_rows(np.concatenate([costs.forward_s, costs.op_again_s], axis=-1))
+    rows, of_stage = _rows(costs)
     least = np.full(needed.shape, np.inf)
-    for whole, rebuilt in _ways(costs, costs.held_bytes * costs.again("full")):
-        able = (whole > 0) | (op_saved_bytes(costs) > 0)
-        left = needed + lost * min(rebuilt[able], default=0.0)  # one is there again
+    for freed, rebuilt in _ways(costs, costs.held_bytes * costs.again("full")):
+        able = freed > 0
+        left = needed + lost * _smallest(rebuilt[able])  # one is there again
         found = [
-            _cut_seconds(rounds, _offer(costs, whole, *np.split(row, 2)).kinds(), left, each)
+            _cut_seconds(rounds, Offer(freed=freed, seconds=row).kinds(), left, each)
             for row in rows
         ]
         of_stages = found[0] if len(found) == 1 else np.choose(of_stage[rounds.stage], found)
         least = np.minimum(least, of_stages)
     least[stager.least_cut_peaks(rounds) > usable] = np.inf
     return np.where(needed > 0, least, 0.0)
+
+
+def _smallest(values: Floats) -> Floats:
+    return values.min(keepdims=True) if len(values) else np.zeros(1)
 
 
 def _cut_seconds(rounds: Rounds, kinds: Sequence[Alike], left: Floats, each: Floats) -> Floats:
@@ -235,8 +246,3 @@ def whole_saved_bytes(stager: Stager) -> Floats:
     costs = stager.costs
     saved = costs.held_bytes - (0.0 if stager.candidate.per_block else costs.input_bytes)
     return np.maximum(saved, 0.0) * costs.again("full")
-
-
-def op_saved_bytes(costs: BlockCosts) -> Floats:
-    """What a micro-batch keeps less of each block if its ops are computed again."""
-    return np.maximum(costs.held_bytes - costs.op_held_bytes, 0.0) * costs.again("full")

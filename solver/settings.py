@@ -5,7 +5,8 @@ micro-batch size; with its problem, bounds and layouts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -24,10 +25,12 @@ from autopar.solver.costs.parameters import ParameterCosts
 from autopar.solver.facts import (
     BlockCosts,
     Floats,
+    Part,
+    PartCosts,
     layout_costs,
     least_costs,
     least_kind_costs,
-    with_ops,
+    with_parts,
 )
 from autopar.solver.hardware import Cluster
 from autopar.solver.layout.check import kind_costs
@@ -59,6 +62,11 @@ from autopar.solver.typed_axes import TypedAxes
 _PRICE = 1e-9
 """Seconds for a kept byte, where nothing else counts: about what seconds of an op are."""
 
+NOTHING_AGAIN: Part = (False, False)
+
+_SHARES = (0.0, 0.25, 0.5, 1.0)
+"""Of what a block keeps at the least that does nothing again, beyond one that gathers again."""
+
 _MOST_FRONTIERS = 2
 """Kinds of blocks whose trade of seconds for bytes is known."""
 
@@ -83,11 +91,12 @@ class Setting:
         default_factory=dict
     )
     _solver: ProblemSolver | None = field(default=None, repr=False)
-    _op_solver: ProblemSolver | None = field(default=None, repr=False)
+    _part_solvers: dict[Part, ProblemSolver] | None = field(default=None, repr=False)
+    _ops: dict[Part, ProblemSolver] | None = field(default=None, repr=False)
     _times: dict[RecomputeName, StageTimes] = field(default_factory=dict)
     _part_times: dict[RecomputeName, StageTimes] = field(default_factory=dict)
-    _least_of: dict[tuple[float, ...], float] = field(default_factory=dict)
-    _priced_solutions: dict[tuple[float, bool], Solution] = field(default_factory=dict)
+    _least_of: dict[Hashable, float] = field(default_factory=dict)
+    _priced_solutions: dict[tuple[float, Part], Solution] = field(default_factory=dict)
     _costs: dict[int, tuple[Solution, BlockCosts]] = field(default_factory=dict, repr=False)
     _offered: BlockCosts | None = field(default=None, repr=False)
     _tight: BlockCosts | None = field(default=None, repr=False)
@@ -111,17 +120,16 @@ class Setting:
             self._solutions[key] = self.solver().solve(weights, limits)
         return self._solutions[key]
 
-    def priced_solution(self, price: float, *, by_op: bool = False) -> Solution:
+    def priced_solution(self, price: float, part: Part = NOTHING_AGAIN) -> Solution:
         """The layout with the least time where a kept byte costs ``price`` seconds, of blocks that
-        are computed once, or whose ops are computed again.
+        do nothing, or a part, again.
         """
-        if (price, by_op) not in self._priced_solutions:
+        if (price, part) not in self._priced_solutions:
             weights = self.weights("none", self.problem.counts)
             held = tuple(price * count for count in self.problem.counts)
-            solver = self.op_solver() if by_op else self.solver()
-            found = solver.solve(replace(weights, held=held), ())
-            self._priced_solutions[price, by_op] = found
-        return self._priced_solutions[price, by_op]
+            found = self._solver_of(part).solve(replace(weights, held=held), ())
+            self._priced_solutions[price, part] = found
+        return self._priced_solutions[price, part]
 
     def solver(self) -> ProblemSolver:
         """What solves the problem."""
@@ -129,39 +137,75 @@ class Setting:
             self._solver = ProblemSolver(problem=self.problem)
         return self._solver
 
-    def op_solver(self) -> ProblemSolver:
-        """What solves the problem of blocks whose ops are computed again: it has the same choices,
-        and is the problem where all blocks are so already.
+    def part_solvers(self) -> Mapping[Part, ProblemSolver]:
+        """What solves the problems of blocks that do a part again, of those that are open: they
+        have the same choices.
         """
-        if self._op_solver is None:
-            self._op_solver = self.solver()
-            if self.way.recompute == "none":
-                again = self.facts.computed_again("selective_op", parse_kernels(self.way.kernels))
-                problem = computed_again(
-                    self.problem,
-                    self.facts,
-                    tensor_axis(self.coster, self.way),
-                    replace(self.coster, again=again),
-                    *typed_outside(self.axes, self.coster, cp=self.cp, ep=self.ep),
-                )
-                self._op_solver = ProblemSolver(problem=problem)
-        return self._op_solver
+        if self._part_solvers is None:
+            ops = (False, True) if self.way.recompute == "none" else (False,)
+            gathers = (False, True) if self.way.gather_again is None else (False,)
+            found = dict(self._op_solvers())
+            for part in itertools.product(ops, gathers):
+                problem = self._doing_again(part) if any(part) and part not in found else None
+                if problem is not None:
+                    found[part] = ProblemSolver(problem=problem)
+            self._part_solvers = found
+        return self._part_solvers
+
+    def _doing_again(self, part: Part) -> Problem | None:
+        """The problem where blocks do a part again; None where no layout gathers."""
+        by_op, gathers = part
+        again = self.coster.again
+        if by_op:
+            again = self.facts.computed_again("selective_op", parse_kernels(self.way.kernels))
+        outside = typed_outside(self.axes, self.coster, cp=self.cp, ep=self.ep)
+        coster = replace(
+            self.coster, again=again, gathers_again=gathers or self.coster.gathers_again
+        )
+        axis = tensor_axis(self.coster, self.way)
+        problem = computed_again(self.problem, self.facts, axis, coster, *outside)
+        is_any = not gathers or any(held.rebuilt_bytes for held in problem.held)
+        return problem if is_any else None
+
+    def _solver_of(self, part: Part) -> ProblemSolver:
+        return self.part_solvers()[part] if any(part) else self.solver()
 
     def costs(self, solution: Solution) -> BlockCosts:
         """What blocks cost under a solution, collectives of all layout axes but dp included."""
         if id(solution) not in self._costs:
-            kinds = by_op = kind_costs(self.problem, solution)
-            if self.op_solver() is not self.solver():
-                by_op = kind_costs(self.op_solver().problem, solution)
-            costs = layout_costs(self.facts, self.problem, kinds, by_op, solution.states)
+            kinds = kind_costs(self.problem, solution)
+            solvers = self.part_solvers().items()
+            parts = {part: kind_costs(solver.problem, solution) for part, solver in solvers}
+            costs = layout_costs(self.facts, self.problem, kinds, parts, solution.states)
             self._costs[id(solution)] = solution, costs
         return self._costs[id(solution)][1]
 
+    @property
+    def _may_gather(self) -> bool:
+        """Whether it is open to blocks to gather again."""
+        return self.way.gather_again is None and self.tp > 1
+
+    def _op_solvers(self) -> Mapping[Part, ProblemSolver]:
+        """Those of ``part_solvers`` that bounds are made of."""
+        if self._ops is None:
+            part = (True, False)
+            problem = self._doing_again(part) if self.way.recompute == "none" else None
+            self._ops = {} if problem is None else {part: ProblemSolver(problem=problem)}
+        return self._ops
+
     def offered(self) -> BlockCosts:
-        """``least``, with what blocks cost whose ops are computed again."""
+        """``least``, with what blocks cost whose ops are computed again; all may gather again."""
         if self._offered is None:
-            again = least_kind_costs(self.op_solver().problem)
-            self._offered = with_ops(self.least, self.facts, again)
+            solvers, least = self._op_solvers().items(), self.least
+            parts = {
+                part: least_kind_costs(solver.problem, may_gather=self._may_gather)
+                for part, solver in solvers
+            }
+            if self._may_gather:
+                kinds = least_kind_costs(self.problem, may_gather=True)
+                own = least_costs(self.facts, self.problem, kinds).held_bytes
+                least = replace(least, held_bytes=np.minimum(least.held_bytes, own))
+            self._offered = with_parts(least, self.facts, parts)
         return self._offered
 
     def chunked_costs(
@@ -323,28 +367,70 @@ class Setting:
         if self._tight is None:
             costs = self.offered()
             forward, held = costs.forward_s.copy(), costs.held_bytes.copy()
-            by_op = costs.op_held_bytes.copy()
+            parts = {part.key: part.held_bytes.copy() for part in costs.parts}
             for kind in range(len(self.problem.kinds) if self.tp > 1 else 0):
                 own = self._blocks_of(kind)
                 forward[own] = np.maximum(forward[own], self._least(kind, 1.0, 0.0))
                 if self.loss_chunks == 1 or self.facts.loss_block not in own:
                     held[own] = np.maximum(held[own], self._least(kind, 0.0, 0.0, _PRICE) / _PRICE)
-                    found = self._least(kind, 0.0, 0.0, _PRICE, by_op=True) / _PRICE
-                    by_op[own] = np.maximum(by_op[own], found)
-            self._tight = replace(costs, forward_s=forward, held_bytes=held, op_held_bytes=by_op)
+                    for part, kept in parts.items():
+                        found = self._least(kind, 0.0, 0.0, _PRICE, part=part) / _PRICE
+                        kept[own] = np.maximum(kept[own], found)
+            tight = tuple(replace(part, held_bytes=parts[part.key]) for part in costs.parts)
+            self._tight = replace(costs, forward_s=forward, held_bytes=held, parts=tight)
         return self._tight
 
-    def trades(self) -> Iterator[tuple[Floats, Floats]]:
-        """Bytes that blocks keep, and their seconds at the least for a forward and a backward:
-        every layout keeps no less and takes no less than one of them.
+    def trades(self) -> Iterator[tuple[BlockCosts, Floats]]:
+        """Costs of blocks, and their seconds at the least for a forward and a backward: every
+        layout keeps no less and takes no less than one of them.
         """
-        least = self.least_times("none").both
+        least, tight = self.least_times("none").both, self.tight()
         for points in itertools.product(*(points for _, points in self.frontiers())):
-            held, both = self.tight().held_bytes.copy(), least.copy()
+            held, both = tight.held_bytes.copy(), least.copy()
             for (blocks, _), point in zip(self.frontiers(), points, strict=True):
                 held[blocks] = np.maximum(held[blocks], point.num_bytes)
                 both[blocks] = np.maximum(both[blocks], point.seconds)
-            yield held, both
+            parts = tight.parts
+            if self._may_gather:
+                nothing = np.zeros(len(held))
+                gathers = PartCosts(
+                    by_op=False,
+                    gathers=True,
+                    again_s=nothing,
+                    held_bytes=tight.held_bytes,
+                    rebuilt_bytes=nothing,
+                )
+                every = [self._beside(both, part) for part in (gathers, *parts)]
+                parts = tuple(itertools.chain.from_iterable(every))
+            yield replace(tight, held_bytes=held, parts=parts), both
+
+    def _beside(self, both: Floats, part: PartCosts) -> Iterator[PartCosts]:
+        """What blocks cost that do a part again, beyond ``both`` seconds, where they may gather
+        again, too: no less than some of these, the more seconds the less they keep.
+        """
+        limits = [
+            (blocks, points[-1].num_bytes - part.held_bytes[blocks[0]])
+            for blocks, points in self.frontiers()
+        ]
+        for share, limit in itertools.zip_longest(_SHARES, _SHARES[1:]):
+            again, held = part.again_s.copy(), part.held_bytes.copy()
+            for blocks, more in limits:
+                least = part.held_bytes[blocks[0]]
+                most = math.inf if limit is None else float(least + limit * max(0.0, more))
+                seconds = self._least_within(blocks[0], part.key, most)
+                again[blocks] = np.maximum(again[blocks], seconds - both[blocks])
+                held[blocks] += share * max(0.0, more)
+            yield replace(part, again_s=again, held_bytes=held)
+
+    def _least_within(self, block: int, part: Part, num_bytes: float) -> float:
+        """Seconds at the least of a forward and a backward of a block that does a part again, and
+        may gather again, and keeps no more than so many bytes.
+        """
+        kind = self.problem.kinds.index(self.facts.model.blocks[block].kind)
+        found = self._least(kind, 1.0, 1.0, part=part)
+        for price in self.prices() if math.isfinite(num_bytes) else ():
+            found = max(found, self._least(kind, 1.0, 1.0, price, part=part) - price * num_bytes)
+        return found
 
     def frontiers(self) -> tuple[tuple[list[int], tuple[FrontierPoint, ...]], ...]:
         """Blocks and frontier of the kinds that keep most in all their blocks."""
@@ -374,7 +460,7 @@ class Setting:
 
     def priced(self, price: float, waiting: float = 0.0) -> Floats:
         """Of each block what no layout is below: a forward and a backward, with either another
-        forward or a ``price`` in seconds for each byte that it keeps, of some ops again or of none;
+        forward or a ``price`` in seconds for each byte that it keeps, with a part again or none;
         and with so many for each byte ``waiting`` between the parts of a backward.
 
         The last block is not computed again, and pays nothing.
@@ -383,35 +469,37 @@ class Setting:
             roofline, tight = self.least_times("none").both, self.tight()
             once = roofline + waiting * tight.waiting_bytes
             again, kept = once + tight.forward_s, once + price * tight.held_bytes
-            by_op = once + tight.op_again_s + price * tight.op_held_bytes
+            parts = {
+                part.key: once + part.again_s + price * part.held_bytes for part in tight.parts
+            }
             for kind in range(len(self.problem.kinds)):
                 own = self._blocks_of(kind)
                 found = self._least(kind, 1.0, 1.0, price, waiting=waiting)
                 kept[own] = np.maximum(kept[own], found)
                 again[own] = np.maximum(again[own], self._least(kind, 2.0, 1.0, waiting=waiting))
-                found = self._least(kind, 1.0, 1.0, price, waiting=waiting, by_op=True)
-                by_op[own] = np.maximum(by_op[own], found)
+                for part, values in parts.items():
+                    found = self._least(kind, 1.0, 1.0, price, waiting=waiting, part=part)
+                    values[own] = np.maximum(values[own], found)
             able = self.facts.repeated_blocks("full") > 0
-            least = np.minimum(np.minimum(kept, by_op), again)
+            least = np.min([kept, again, *parts.values()], axis=0)
             self._priced[price, waiting] = np.where(able, least, roofline)
         return self._priced[price, waiting]
 
     def prices(self) -> tuple[float, ...]:
-        """Prices of a kept byte at which a kind is computed again, by its ops or whole: of what
-        repeats most, as it is fastest and as it keeps least.
+        """Prices of a kept byte at which a kind does a part, or all, of it again: of what repeats
+        most, as it is fastest and as it keeps least.
         """
         if self._prices is None:
             block, fastest = self.main_blocks()[0], self.costs(self.solution("none"))
-            rates = [
-                step.rate
-                for costs in (fastest, self.tight())
-                for step in steps_of(
-                    float(costs.held_bytes[block] - costs.op_held_bytes[block]),
-                    float(fastest.op_again_s[block]),
-                    float(costs.held_bytes[block]),
-                    float(fastest.forward_s[block]),
-                )
-            ]
+            seconds = tuple(fastest.part_seconds[:, block].tolist())
+            rates = []
+            for costs in (fastest, self.tight()):
+                kept = float(costs.held_bytes[block])
+                freed = {part.by_op: kept - float(part.held_bytes[block]) for part in costs.parts}
+                ways = [freed.get(part.by_op, 0.0) for part in fastest.parts]
+                if costs is fastest:
+                    ways = [kept - float(part.held_bytes[block]) for part in costs.parts]
+                rates += [step.rate for step in steps_of((*ways, kept), seconds)]
             self._prices = tuple(dict.fromkeys(rates))
         return self._prices
 
@@ -424,13 +512,14 @@ class Setting:
         *,
         inputs: float = 0.0,
         waiting: float = 0.0,
-        by_op: bool = False,
+        part: Part = NOTHING_AGAIN,
     ) -> float:
         """Seconds of so many forwards, backwards and input parts of a block of a kind, and of its
         kept bytes at ``held`` seconds each, those between the parts at ``waiting``, whatever others
-        do; ``by_op``: where its ops are computed again.
+        do; where its ops are computed again if ``part`` says so. It may gather again if that is
+        open.
         """
-        key = (kind, forward, backward, held, inputs, waiting, by_op)
+        key = (kind, forward, backward, held, inputs, waiting, part)
         if key not in self._least_of:
             num = len(self.problem.kinds)
             weights = Weights(
@@ -442,8 +531,8 @@ class Setting:
                 input=(inputs,) * num,
                 waiting=(waiting,) * num,
             )
-            solver = self.op_solver() if by_op else self.solver()
-            self._least_of[key] = solver.least(weights, [kind])
+            solver = self._op_solvers()[True, False] if part[0] else self.solver()
+            self._least_of[key] = solver.least(weights, [kind], may_gather=self._may_gather)
         return self._least_of[key]
 
 
@@ -507,6 +596,7 @@ def layout_coster(
         reduce_itemsize,
         facts.styles(kernels),
         facts.computed_again(way.recompute, kernels),
+        bool(way.gather_again),
     )
 
 

@@ -26,8 +26,10 @@ from autopar.ir.plan import (
     placement_text,
     plan_axes,
 )
+from autopar.ir.recompute import recomputed_blocks
 from autopar.ir.typecheck import check_model
 from autopar.ir.zero_stages import exceptions_of
+from autopar.solver.candidates import Candidate
 from autopar.solver.data_axis import DataAxis
 from autopar.solver.hardware import Cluster
 from autopar.solver.infeasible import infeasible_error
@@ -181,6 +183,7 @@ def make_plan(
             virtual_stages=candidate.virtual_stages,
             recomputed_blocks=candidate.recomputed_blocks,
             recomputed_by_op=candidate.recomputed_by_op,
+            gathered_again=_gathered_again(facts, candidate),
             extra_in_flight=candidate.extra_in_flight,
             loss_chunks=candidate.loss_chunks,
             offload_optimizer=candidate.offload_optimizer,
@@ -211,6 +214,15 @@ def make_plan(
         search=search_report(result, best, instance.candidates),
         what_if=shadow_prices(instance, best) if what_if else (),
     )
+
+
+def _gathered_again(facts: ModelFacts, candidate: Candidate) -> tuple[int, ...]:
+    """The blocks that gather again: those that were chosen, or all where that is pinned."""
+    if not (candidate.gather_again and candidate.tp > 1):
+        return candidate.gathered_again
+    again = recomputed_blocks(facts.model, candidate.recompute, candidate.recomputed_blocks)
+    blocks = {block.index for block in facts.model.blocks}
+    return tuple(sorted(blocks - again - {facts.loss_block}))
 
 
 def best_layout(facts: ModelFacts, data_axis: DataAxis, best: Solved) -> Layout:

@@ -173,9 +173,8 @@ def segment_times(stager: Stager, segments: Sequence[tuple[int, int, int]]) -> S
     for index, (stage, _, last) in enumerate(segments):
         crosses = index + 1 < num and segments[index + 1][0] != stage
         sends.append(stager.border_s(last + 1, stage) if crosses else 0.0)
-    again, by_op = stager.again() > 0, stager.by_op() > 0
     splits = stager.candidate.schedule == "zero_bubble"
-    kept = np.select([again, by_op], [costs.input_bytes, costs.op_held_bytes], costs.held_bytes)
+    kept = stager.held_bytes() + costs.input_bytes * stager.again()
     kept = np.where(stager.offloaded() > 0, costs.input_bytes, kept)
     return SegmentTimes(
         forward_s=sums(costs.forward_s),

@@ -173,6 +173,9 @@ def _of_mesh(
 ) -> Iterator[Candidate]:
     recompute = cast("RecomputeName", pin.get("recompute", "blocks"))
     sharded = pin.get("sequence_parallel")
+    gather_again = None if recompute == "blocks" else False
+    if "gather_again" in pin:
+        gather_again = bool(pin["gather_again"])
     in_order = cluster.reordered(order)
     offloads = tuple(_offloads(pin, most=model.num_blocks // mesh.pp))
     for micro_batch_size, number, shares in _divisions(in_order, mesh, global_batch_size, pin):
@@ -190,6 +193,7 @@ def _of_mesh(
                     num_micro_batches=number,
                     zero_stage=zero_stage,
                     recompute=recompute,
+                    gather_again=gather_again,
                     schedule=schedule,
                     virtual_stages=virtual,
                     kernels=str(parse_kernels(str(pin.get(KERNEL_PIN, DEFAULT_KERNELS)))),

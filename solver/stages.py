@@ -29,7 +29,7 @@ from autopar.solver.costs.memory import (
     state_buffer_bytes,
 )
 from autopar.solver.costs.parameters import ParameterCosts
-from autopar.solver.facts import BlockCosts, Floats
+from autopar.solver.facts import BlockCosts, Floats, PartCosts
 from autopar.solver.hardware import Cluster
 from autopar.solver.in_flight import in_flight, in_parts
 from autopar.solver.reach import Floor
@@ -102,11 +102,17 @@ class Stager:
     # Seconds
 
     def backward_s(self) -> Floats:
-        """Backward of each block, with the forward or its ops again where it is recomputed, and
-        with gradients added to those of the micro-batches before.
+        """Backward of each block, with what it does again, and with gradients added to those of the
+        micro-batches before.
         """
-        again = self.costs.forward_s * self.again() + self.costs.op_again_s * self.by_op()
-        return self.costs.backward_s + again + self.adding_s() + self.inline_copy_s()
+        return self.costs.backward_s + self.again_s() + self.adding_s() + self.inline_copy_s()
+
+    def again_s(self) -> Floats:
+        """Of ``backward_s``, the forward or the parts of it that a block does again."""
+        found = self.costs.forward_s * self.again()
+        for part, is_done in self._parts:
+            found = found + part.again_s * is_done
+        return found
 
     def weight_s(self) -> Floats:
         """Of ``backward_s``, the weight part of a backward in two parts."""
@@ -414,9 +420,18 @@ class Stager:
         """Bytes of each block that are there again in its backward: all that autograd keeps of one
         that is recomputed, or what its recomputed ops give.
         """
-        costs, again, by_op = self.costs, self.again(), self.by_op()
-        found = costs.held_bytes * again + costs.rebuilt_bytes * (1 - again - by_op)
-        return found + costs.op_rebuilt_bytes * by_op
+        costs, again = self.costs, self.again()
+        found = costs.held_bytes * again + costs.rebuilt_bytes * (1 - again - self._is_partly)
+        for part, is_done in self._parts:
+            found = found + part.rebuilt_bytes * is_done
+        return found
+
+    def held_bytes(self) -> Floats:
+        """Bytes that autograd keeps of each block that is not recomputed whole; 0 of others."""
+        found = self.costs.held_bytes * (1 - self.again() - self._is_partly)
+        for part, is_done in self._parts:
+            found = found + part.held_bytes * is_done
+        return found
 
     def input_kept_bytes(self) -> Floats:
         """Bytes of inputs that a micro-batch keeps of each block, recomputed or not."""
@@ -439,10 +454,8 @@ class Stager:
         Segments and recomputed blocks keep their inputs. The last segment of a layered schedule,
         which has one micro-batch at a time, counts so much less if it is a block.
         """
-        candidate, costs, again, by_op = self.candidate, self.costs, self.again(), self.by_op()
-        inputs = costs.input_bytes
-        kept = costs.held_bytes * (1 - again - by_op) + costs.op_held_bytes * by_op
-        kept = kept * (1 - offloaded)
+        candidate, again = self.candidate, self.again()
+        inputs, kept = self.costs.input_bytes, self.held_bytes() * (1 - offloaded)
         first, inside = kept + inputs, kept + inputs * again
         if candidate.per_block:
             inside = first
@@ -458,11 +471,23 @@ class Stager:
             again[list(self.candidate.recomputed_blocks)] = 1.0
         return again
 
-    def by_op(self) -> Floats:
-        """1 for blocks that the candidate lists of which single ops are recomputed."""
-        found = np.zeros(self.costs.num_blocks)
-        found[list(self.candidate.recomputed_by_op)] = 1.0
-        return found
+    @functools.cached_property
+    def _parts(self) -> tuple[tuple[PartCosts, Floats], ...]:
+        """Parts of blocks that are done again, with 1 for the blocks that the candidate lists."""
+        by_op, gathers = np.zeros((2, self.costs.num_blocks))
+        by_op[list(self.candidate.recomputed_by_op)] = 1.0
+        gathers[list(self.candidate.gathered_again)] = 1.0
+        pairs = [
+            (part, (by_op == part.by_op) * (gathers == part.gathers) * 1.0)
+            for part in self.costs.parts
+        ]
+        return tuple((part, is_done) for part, is_done in pairs if is_done.any())
+
+    @functools.cached_property
+    def _is_partly(self) -> Floats:
+        """1 for blocks of which a part is done again."""
+        found = [is_done for _, is_done in self._parts]
+        return np.sum(found, axis=0) if found else np.zeros(self.costs.num_blocks)
 
     def offloadable(self) -> Floats:
         """1 for blocks that keep something that can be offloaded: the loss has its backward at
@@ -660,8 +685,7 @@ class Stager:
         )
         parameters, _ = self._parameter_bytes(numel, kept_whole, summed)
         kept, again = self._least_kept()
-        less = np.maximum(costs.held_bytes - costs.op_held_bytes, 0.0) * costs.again("full")
-        by_op = np.maximum(kept - less, again) if candidate.leaves_again_open else kept
+        parts = np.maximum(kept - costs.part_saved_bytes, again)
         numbers = self.flying.copy()
         if candidate.schedule == "layered" and not candidate.per_block:
             numbers[-1] = 1  # the last segment has one micro-batch at a time
@@ -675,7 +699,7 @@ class Stager:
             fixed=fixed,
             kept=kept,
             again=again,
-            by_op=by_op,
+            parts=parts,
             numbers=numbers * lost,
             room=room - lost * float(costs.temporary_bytes.min()),
         )
@@ -873,8 +897,8 @@ class LeastBytes:
     Attributes:
         fixed: Of each stage (a row) and block: parameters, gradients and optimizer state, and what
             is kept between the parts of backwards.
-        kept, again, by_op: What a micro-batch keeps of each block, of one that is recomputed, and
-            of one whose ops are.
+        kept, again: What a micro-batch keeps of each block, and of one that is recomputed.
+        parts: The same of one that does a part again, a row for each part.
         numbers: Of micro-batches that each stage keeps it of, with what the allocator loses.
         room: Of each stage for all of it.
     """
@@ -882,7 +906,7 @@ class LeastBytes:
     fixed: Floats
     kept: Floats
     again: Floats
-    by_op: Floats
+    parts: Floats
     numbers: Floats
     room: Floats
 

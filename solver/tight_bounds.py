@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
 
 import numpy as np
 
@@ -120,9 +119,9 @@ class TightBounds:
         most, and more of it is computed again.
         """
         setting, times = self.pricer.setting(candidate), self.pricer.least_times(candidate)
-        best, least, tight = math.inf, self.cheap.scalar(candidate), setting.tight()
-        for held, both in setting.trades():
-            stager = self.pricer.stager(candidate, replace(tight, held_bytes=held))
+        best, least = math.inf, self.cheap.scalar(candidate)
+        for costs, both in setting.trades():
+            stager = self.pricer.stager(candidate, costs)
             again = functools.partial(again_s, stager, exact=False)
             longer = _longer(times, both).plus_backward(stager.adding_s())
             bounds = stage_bounds(stager, longer, again)

@@ -55,10 +55,11 @@ class OpenStages:
         self.lost = 1 + stager.lost_shares
         self.inputs = stager.input_kept_bytes()
         able = candidate.leaves_again_open & (self.least.again < self.least.kept)
-        by_op = candidate.leaves_again_open & (self.least.by_op < self.least.kept)
-        parts = (costs.held_bytes[able], costs.op_rebuilt_bytes[by_op])
+        partly = candidate.leaves_again_open & (self.least.parts < self.least.kept)
+        parts = [costs.held_bytes[able]]
+        parts += [part.rebuilt_bytes[own] for part, own in zip(costs.parts, partly, strict=True)]
         self.rebuilt = float(np.concatenate(parts).min(initial=math.inf)) if able.any() else 0.0
-        self.is_able = able, by_op  # blocks that can be computed again, and their ops
+        self.is_able = able, partly  # blocks that can be computed again, and parts of them
 
     def least_s(
         self, runs: Runs, gathers: Floats, reductions: Floats, *, computes: bool = True
@@ -201,36 +202,36 @@ class OpenStages:
         """
         candidate = self.stager.candidate
         num, flying = candidate.num_micro_batches, np.maximum(self.stager.flying, 1e-9)
-        forward, ops = self._again_s(computes=computes)
-        least, (able, by_op) = self.least, self.is_able
+        forward, parts = self._again_s(computes=computes)
+        least, (able, partly) = self.least, self.is_able
         for rate, values in self.priced.items() if computes else ():
             found = np.broadcast_to(num * (values + rate * self.inputs), gathers.shape)
             yield num * rate / flying, found, found
-        for price in self._rates(gathers, reductions, forward, ops):
+        for price in self._rates(gathers, reductions, forward, parts):
             of_kept = (price * flying)[:, None]
             again = np.where(able, of_kept * least.again + forward, np.inf)
-            again = np.minimum(again, np.where(by_op, of_kept * least.by_op + ops, np.inf))
+            for own, kept, seconds in zip(partly, least.parts, parts, strict=True):
+                again = np.minimum(again, np.where(own, of_kept * kept + seconds, np.inf))
             yield price, of_kept * least.kept, again
 
-    def _again_s(self, *, computes: bool) -> tuple[Floats, Floats]:
-        """Seconds of a step in which blocks are computed again, and their ops are."""
+    def _again_s(self, *, computes: bool) -> tuple[Floats, list[Floats]]:
+        """Seconds of a step in which blocks are computed again, and parts of them are."""
         costs = self.stager.costs
         num = self.stager.candidate.num_micro_batches if computes else 0
-        return costs.forward_s * num, costs.op_again_s * num
+        return costs.forward_s * num, [part.again_s * num for part in costs.parts]
 
     def _rates(
-        self, gathers: Floats, reductions: Floats, forward: Floats, ops: Floats
+        self, gathers: Floats, reductions: Floats, forward: Floats, parts: Sequence[Floats]
     ) -> Iterator[Floats]:
         """Prices at which the choice of a block changes."""
-        least, (able, by_op) = self.least, self.is_able
+        least, (able, partly) = self.least, self.is_able
         rows = [gathers * self.lost[:, None], reductions * self.lost[:, None]]
         every = [_distinct(rows[0], self.kept), _distinct(rows[1], self.summed)]
         flying = np.maximum(self.stager.flying, 1e-9)[:, None]
-        again = (
-            (forward, (least.kept - least.again) * able),
-            (ops, (least.kept - least.by_op) * by_op),
-            (forward - ops, (least.by_op - least.again) * able * by_op),
-        )
+        again = [(forward, (least.kept - least.again) * able)]
+        for own, kept, seconds in zip(partly, least.parts, parts, strict=True):
+            again.append((seconds, (least.kept - kept) * own))
+            again.append((forward - seconds, (kept - least.again) * able * own))
         for seconds, saved in again:
             if seconds.any():
                 every.append(_distinct(np.broadcast_to(seconds, gathers.shape) / flying, saved))

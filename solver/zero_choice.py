@@ -120,7 +120,11 @@ def _unlike(stager: Stager, is_open: bool, cuts: tuple[int, ...]) -> Iterator[St
     if not (is_open and _may_pay(stager, lists)):
         return
     open_again = replace(
-        stager.candidate, recompute="blocks", recomputed_blocks=(), recomputed_by_op=()
+        stager.candidate,
+        recompute="blocks",
+        recomputed_blocks=(),
+        recomputed_by_op=(),
+        gathered_again=(),
     )
     able = replace(stager, candidate=open_again)
     room = counts

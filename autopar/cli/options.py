@@ -21,6 +21,7 @@ INTEGER_PINS = (
     "sequence_parallel",
     "loss_parallel",
     "loss_chunks",
+    "gather_again",
 )
 OPEN_PINS = ("offload_optimizer", "offload_activations")
 CHOICE_PINS = {

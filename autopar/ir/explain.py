@@ -119,6 +119,7 @@ def _stages(plan: Plan) -> str:
         again = _listed(plan.schedule.recomputed_blocks, held)
         by_op = _listed(plan.schedule.recomputed_by_op, held)
         offloaded = _listed(plan.schedule.offloaded_blocks, held)
+        gathered = _listed(plan.schedule.gathered_again, held)
         lower = _lower_stages(plan, held)
         own = [rank.nodes for rank in plan.prediction.ranks if rank.stage == stage and rank.nodes]
         nodes = " and ".join(own)
@@ -130,6 +131,7 @@ def _stages(plan: Plan) -> str:
                 + (f", computed again: {again}" if again else "")
                 + (f", computed again by op: {by_op}" if by_op else "")
                 + (f", activations offloaded: {offloaded}" if offloaded else "")
+                + (f", gathered again: {gathered}" if gathered else "")
                 + (f", {lower}" if lower else ""),
             )
         )
@@ -139,10 +141,12 @@ def _stages(plan: Plan) -> str:
 def _recompute(plan: Plan) -> str:
     """What is computed again, with numbers of blocks where the plan lists them."""
     schedule, num = plan.schedule, plan.segments[-1].last_block + 1
+    gathered = len(schedule.gathered_again)
+    gathers = [f"{gathered} gathered again"] * (gathered > 0)
     if schedule.recompute != "blocks":
-        return schedule.recompute
+        return ", ".join([schedule.recompute, *(f"{text} of {num}" for text in gathers)])
     whole, by_op = len(schedule.recomputed_blocks), len(schedule.recomputed_by_op)
-    parts = [f"{whole} whole"] * (whole > 0) + [f"{by_op} by op"] * (by_op > 0)
+    parts = [f"{whole} whole"] * (whole > 0) + [f"{by_op} by op"] * (by_op > 0) + gathers
     return f"blocks ({', '.join(parts) or 'none'} of {num})"
 
 

@@ -135,10 +135,12 @@ class SchedulePlan:
     """Order of the work: schedule, recomputation, ZeRO stage, virtual stages on each stage; and by
     which kernels it is done (``autopar.ir.kernels``). Of ``recompute`` "blocks",
     ``recomputed_blocks`` are computed again whole, and ``recomputed_by_op`` only by the ops that
-    "selective_op" chooses; ``extra_in_flight`` are micro-batches that stages run ahead more than
-    1F1B needs. The loss is computed in ``loss_chunks`` slices of a micro-batch's tokens. With
-    ``offload_optimizer`` master weights and optimizer state are in the host's memory; what forwards
-    of ``offloaded_blocks`` keep for their backwards is there meanwhile.
+    "selective_op" chooses. Blocks ``gathered_again`` keep nothing that tensor ranks gather from
+    their shards, and gather it in backward once more. ``extra_in_flight`` are micro-batches that
+    stages run ahead more than 1F1B needs. The loss is computed in ``loss_chunks`` slices of a
+    micro-batch's tokens. With ``offload_optimizer`` master weights and optimizer state are in the
+    host's memory; what forwards of ``offloaded_blocks`` keep for their backwards is there
+    meanwhile.
     ``zero_stages`` are those of blocks that have not ``zero_stage``: of ranges, ``4`` or ``4-11``.
     """
 
@@ -149,6 +151,7 @@ class SchedulePlan:
     virtual_stages: int = 1
     recomputed_blocks: tuple[int, ...] = ()
     recomputed_by_op: tuple[int, ...] = ()
+    gathered_again: tuple[int, ...] = ()
     extra_in_flight: int = 0
     loss_chunks: int = 1
     offload_optimizer: bool = False
@@ -546,10 +549,14 @@ def _check_zero_stages(plan: Plan, where: str) -> None:
 
 
 def _check_recomputed(schedule: SchedulePlan, last_block: int, where: str) -> None:
-    """Blocks are listed for ``recompute`` "blocks" only, and each in one way."""
+    """Blocks are listed for ``recompute`` "blocks" only, and each in one way; those that gather
+    again beside any, but for blocks that are computed again whole.
+    """
     whole, by_op = schedule.recomputed_blocks, schedule.recomputed_by_op
-    for name, blocks in (("recomputed_blocks", whole), ("recomputed_by_op", by_op)):
-        if blocks and schedule.recompute != "blocks":
+    gathered = schedule.gathered_again
+    names = ("recomputed_blocks", "recomputed_by_op", "gathered_again")
+    for name, blocks in zip(names, (whole, by_op, gathered), strict=True):
+        if blocks and name != "gathered_again" and schedule.recompute != "blocks":
             raise PlanFormatError(
                 f"recompute {schedule.recompute} leaves no blocks to list, but {name} has "
                 f"{len(blocks)}",
@@ -565,6 +572,13 @@ def _check_recomputed(schedule: SchedulePlan, last_block: int, where: str) -> No
             where=where,
             hint="a block is computed again whole, or by its ops",
         )
+    twice = sorted(set(whole) & set(gathered))
+    if twice:
+        raise PlanFormatError(
+            f"blocks {', '.join(map(str, twice))} are in recomputed_blocks and in gathered_again",
+            where=where,
+            hint="a block that is computed again whole gathers again, too",
+        )
 
 
 def _check_offloaded(plan: Plan, where: str) -> None:
@@ -579,12 +593,13 @@ def _check_offloaded(plan: Plan, where: str) -> None:
             where=where,
             hint="a block whose activations are offloaded is a segment",
         )
-    twice = sorted(listed & {*schedule.recomputed_blocks, *schedule.recomputed_by_op})
+    again = {*schedule.recomputed_blocks, *schedule.recomputed_by_op, *schedule.gathered_again}
+    twice = sorted(listed & again)
     if twice:
         raise PlanFormatError(
-            f"blocks {', '.join(map(str, twice))} are in offloaded_blocks and computed again",
+            f"blocks {', '.join(map(str, twice))} are in offloaded_blocks and done again",
             where=where,
-            hint="what is offloaded need not be computed again",
+            hint="what is offloaded need not be computed or gathered again",
         )
     if listed and schedule.recompute not in ("none", "blocks"):
         raise PlanFormatError(

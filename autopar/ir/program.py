@@ -86,6 +86,11 @@ def axis_handle(graph: fx.Graph, axis: str) -> fx.Node:
         return graph.create_node("get_attr", name, name=name)
 
 
+def axis_name(handle: fx.Node) -> str:
+    """The axis whose group ``handle`` holds."""
+    return str(handle.target).removeprefix(AXIS_HANDLE.format(""))
+
+
 _binding = threading.Lock()  # fx renames the nodes of a graph while it generates code from it
 
 

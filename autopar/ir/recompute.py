@@ -13,6 +13,10 @@
 ``full``            every block
 ==================  ================================================================================
 
+Beside any of these a plan lists blocks that are not computed again as a whole and that *gather
+again*: what ranks of the tensor axis gather from their shards is kept no longer than forward needs
+it, and gathered from the shards once more in backward.
+
 The block that makes the loss is never recomputed: its backward follows at once.
 
 Kept are, where nodes are recomputed: what backward of the *other* nodes needs, unless it is the
@@ -31,9 +35,11 @@ from torch._ops import OpOverload
 
 from autopar.ir.graph import ModelGraph, info
 from autopar.ir.kernels import AttentionKernel
+from autopar.ir.mesh import TENSOR_AXIS
 from autopar.ir.moves import Collective, collective_of, move
-from autopar.ir.placement import parse_state
+from autopar.ir.placement import State, parse_state
 from autopar.ir.plan import RecomputeName
+from autopar.ir.program import axis_name
 
 ATTENTION_OPS = frozenset(
     {
@@ -149,6 +155,27 @@ def recomputed_nodes(
         calls = (node for node in graph.nodes if node.op == "call_function")
         return frozenset(node for node in calls if not _is_kept(node, is_fused))
     return frozenset()
+
+
+def gathering_nodes(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The moves of a block's local graph that are made again where a block gathers again: from a
+    shard on the tensor axis to the whole. A value that another axis has moved before is kept.
+    """
+    return frozenset(node for node in graph.nodes if node.target is move and _gathers(node))
+
+
+def is_gather(source: State, target: State) -> bool:
+    """Whether a move makes the whole from shards."""
+    return target.is_whole and collective_of(source, target) is Collective.ALL_GATHER
+
+
+def _gathers(node: fx.Node) -> bool:
+    value, handle, source, target = node.args
+    assert isinstance(value, fx.Node)
+    assert isinstance(handle, fx.Node)
+    if value.target is move or axis_name(handle) != TENSOR_AXIS:
+        return False
+    return is_gather(parse_state(str(source)), parse_state(str(target)))
 
 
 def _is_kept(node: fx.Node, is_fused: bool) -> bool:

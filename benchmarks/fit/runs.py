@@ -231,4 +231,4 @@ def _step_terms(
             for found in problem.classes
         )
         only = dataclasses.replace(problem, classes=classes)
-        yield piece, layout_costs(facts, only, kinds, kinds, states).step_s
+        yield piece, layout_costs(facts, only, kinds, {}, states).step_s

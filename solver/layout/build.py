@@ -11,8 +11,8 @@
     Σ_s w[c,s,t] = y[class, t]               a block hands v on in the state of the class
 (5) Σ_t w[c,s,t] = x[v,s]                    … from the state in which the value is
 (6) z[v,s,t] ≥ w[c,s,t]                      a move is paid once, whoever shares it
-(7) h[q] ≥ Σ_{k keeps q} u[o,k]              for each op o; less z[v,s,t] where only a moved copy
-                                             costs bytes
+(7) h[q] ≥ Σ_{k keeps q} u[o,k]              for each op o; less x[v,s] for the states in which a
+                                             value is made so that q costs nothing
 (8) Σ_q copies · bytes[q] h[q] + Σ_c Σ_s bytes[c,s] y[c,s] ≤ limit     for each memory limit
 
 ``w[c,s,t]`` says that consumer c takes v, which is in s, in t. Without it, one relaxed value could
@@ -126,10 +126,11 @@ class _Builder:
             if found.states:
                 self.add_row([(first + s, 1.0) for s in range(len(found.states))], 1.0, 1.0)
         choices = (*u, *y)
-        for number, (maker, taken_by) in enumerate(zip(makers(frame), takers(frame), strict=True)):
+        made_by = makers(frame)
+        for number, (maker, taken_by) in enumerate(zip(made_by, takers(frame), strict=True)):
             self.move_value(number, choices, maker, taken_by, z[number])
         for number, kept_by in enumerate(keepers(frame)):
-            self.hold(number, h + number, choices, kept_by, z)
+            self.hold(number, h + number, choices, kept_by, made_by)
         self.model.variables.ids.extend(range(self.num))
         return Program(model=self.model, u=u, y=y)
 
@@ -182,16 +183,14 @@ class _Builder:
         column: int,
         choices: Sequence[int],
         kept_by: Mapping[int, Sequence[int]],
-        z: Sequence[int],
+        made_by: Sequence[Chooser],
     ) -> None:
         """(7)."""
         stored: list[tuple[int, float]] = []
         held = self.frame.held[number]
-        if held.moved is not None:
-            value, target = held.moved
-            moves = self.frame.values[value].moves
-            pairs = [(state, target) for state in sorted(held.free) if (state, target) in moves]
-            stored = [(z[value] + moves.index(pair), 1.0) for pair in pairs]
+        if held.made is not None:
+            free = [_columns(choices, made_by[held.made], state) for state in sorted(held.free)]
+            stored = [(column, 1.0) for columns in free for column in columns]
         for op, options in kept_by.items():
             kept = [(choices[op] + option, -1.0) for option in options]
             self.add_row([(column, 1.0), *kept, *stored], 0.0, np.inf)

@@ -64,9 +64,13 @@ def kind_costs(problem: Problem, solution: Solution) -> tuple[KindCost, ...]:
     held = [0] * num
     for number in kept:
         entry = problem.held[number]
-        if entry.moved is not None and produced[entry.moved[0]] in entry.free:
+        if entry.made is not None and produced[entry.made] in entry.free:
             continue
         held[entry.kind] += entry.num_bytes
+        backward[entry.kind] += entry.again_s
+        backward_comm[entry.kind] += entry.again_s
+        again[entry.kind][0] += entry.again_s
+        rebuilt[entry.kind] += entry.rebuilt_bytes
     return tuple(
         KindCost(
             forward_s=forward[kind],

@@ -46,7 +46,8 @@ class Coster:
     """Costs on an axis whose ranks are ``group``, at ``batch`` sequences per rank of outer axes.
 
     ``styles`` say by which kernels nodes are computed; ``again`` are those that backward computes
-    again, each by itself: what they cost then is in ``by_op``.
+    again, each by itself: what they cost then is in ``by_op``. With ``gathers_again`` what the
+    ranks gather from shards is not kept, and gathered again.
     """
 
     kernels: Kernels
@@ -56,11 +57,12 @@ class Coster:
     reduce_itemsize: int = 4
     styles: Mapping[fx.Node, NodeStyle] = field(default_factory=lambda: _ALL_PLAIN, repr=False)
     again: frozenset[fx.Node] = field(default=frozenset(), repr=False)
+    gathers_again: bool = False
     _shapes: dict[int, tuple[TensorInfo, Shape]] = field(default_factory=dict, repr=False)
 
     @property
     def fingerprint(self) -> Hashable:
-        """Equal for costers that cost the same, but for ``styles`` and ``again``."""
+        """Equal for costers that cost the same, but for ``styles`` and what is done again."""
         by = type(self.kernels), type(self.links), self.links.cluster
         return by, self.group, self.batch, self.reduce_itemsize
 

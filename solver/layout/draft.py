@@ -12,7 +12,7 @@ from autopar.ir.placement import State
 class Draft:
     """Result ``result`` of a node of kind number ``kind``. Placeholders have a role and a class.
 
-    ``states`` and ``demanded`` are ordered sets.
+    ``states`` and ``demanded`` are ordered sets; ``outer`` are its states on the typed axes.
     """
 
     kind: int
@@ -21,5 +21,6 @@ class Draft:
     tensor: TensorInfo
     role: Role | None
     state_class: int | None
+    outer: tuple[State, ...] = ()
     states: dict[State, None] = field(default_factory=dict)
     demanded: dict[State, None] = field(default_factory=dict)

@@ -110,14 +110,23 @@ class KeptInside:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredAgain:
+    """A value that is not kept whole: backward gathers it from its shards."""
+
+    tensor: TensorInfo
+    source: State
+    target: State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FrameHeld:
     """A tensor that may be kept for backward; see ``problem.Held``."""
 
     kind: int
     tensor: int
-    moved: tuple[int, int] | None
+    made: int | None
     free: frozenset[int]
-    what: KeptValue | KeptInside
+    what: KeptValue | KeptInside | GatheredAgain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)

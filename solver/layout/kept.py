@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from torch import fx
 
 from autopar.ir.graph import Role, TensorInfo
 from autopar.ir.moves import Collective, collective_of
 from autopar.ir.placement import INVARIANT, State
+from autopar.ir.recompute import is_gather
 from autopar.ir.rules.core import Option
 from autopar.solver.costs.saved import Saved, own_bytes, saved_for_backward
 from autopar.solver.layout.costing import Coster
 from autopar.solver.layout.draft import Draft
-from autopar.solver.layout.frame import FrameHeld, KeptInside, KeptValue
+from autopar.solver.layout.frame import FrameHeld, GatheredAgain, KeptInside, KeptValue
 from autopar.solver.layout.outer import NodeView
 
 
@@ -23,16 +24,24 @@ class KeptTensors:
     Ops come in the order of the graph, so that views are noted before they are kept.
     """
 
-    def __init__(self, coster: Coster, drafts: Sequence[Draft]) -> None:
+    def __init__(
+        self, coster: Coster, drafts: Sequence[Draft], gathers: frozenset[int] = frozenset()
+    ) -> None:
         self.coster, self.drafts = coster, drafts
         self.tensors: list[FrameHeld] = []
-        self._numbers: dict[tuple[int, State, float], int] = {}
+        self._gathers = gathers  # kinds that gather again
+        self._numbers: dict[Hashable, int] = {}
         self._made_again: set[int] = set()
-        self._looks_at: dict[tuple[int, State], tuple[int, State]] = {}
+        self._looks_at: dict[tuple[int, State], tuple[int, State, bool]] = {}
 
-    def note_view(self, view: int, state: State, value: int, value_state: State) -> None:
-        """``view`` in ``state`` is another look at ``value`` in ``value_state``."""
-        self._looks_at.setdefault((view, state), (value, value_state))
+    def note_view(
+        self, view: int, state: State, value: int, value_state: State, outer: tuple[State, ...]
+    ) -> None:
+        """``view`` in ``state`` is another look at ``value`` in ``value_state``, and in ``outer``
+        on the typed axes.
+        """
+        is_there = self.drafts[value].outer == outer
+        self._looks_at.setdefault((view, state), (value, value_state, is_there))
 
     def by(
         self,
@@ -47,12 +56,16 @@ class KeptTensors:
         saved = saved_for_backward(node, style)
         if node in self.coster.again:  # what it is computed from, and nothing that it makes
             saved = Saved(operands=tuple(range(len(operands))))
-        found = [(operands[i], option.operands[i], view.operands[i]) for i in saved.operands]
-        found += [(results[i], option.results[i], view.results[i]) for i in saved.results]
-        numbers = dict.fromkeys(
-            self._number(*self._root(value, state), self._copies(value, tensor))
-            for value, state, tensor in found
-        )
+        split = len(operands)
+        found = [(operands[i], option.operands[i], view.operands[i], i) for i in saved.operands]
+        found += [
+            (results[i], option.results[i], view.results[i], split + i) for i in saved.results
+        ]
+        numbers: dict[int, None] = {}
+        for value, state, tensor, place in found:
+            is_there = self.drafts[value].outer == view.states[place]
+            root = self._root(value, state, is_there=is_there)
+            numbers |= dict.fromkeys(self._kept(*root, self._copies(value, tensor)))
         shapes = self.coster.operand_shapes(view, option)
         own = (
             0
@@ -65,23 +78,25 @@ class KeptTensors:
                 FrameHeld(
                     kind=self.drafts[results[0]].kind,
                     tensor=-len(self.tensors) - 1,
-                    moved=None,
+                    made=None,
                     free=frozenset(),
                     what=KeptInside(node=node, view=view, option=option),
                 )
             )
-        return tuple(number for number in numbers if number is not None)
+        return tuple(numbers)
 
     def note_made_again(self, results: Sequence[int]) -> None:
         """Nobody keeps these values: backward computes them again. What ranks have sent each other
-        of them is kept: collectives are never repeated.
+        of them is kept, unless it is gathered again.
         """
         self._made_again.update(results)
 
-    def _root(self, value: int, state: State) -> tuple[int, State]:
+    def _root(self, value: int, state: State, *, is_there: bool) -> tuple[int, State, bool]:
+        """What a value in a state is a look at, and whether typed axes leave that where it is."""
         while (value, state) in self._looks_at:
-            value, state = self._looks_at[value, state]
-        return value, state
+            value, state, is_left = self._looks_at[value, state]
+            is_there = is_there and is_left
+        return value, state, is_there
 
     def _not_sent(self, draft: Draft, target: State) -> frozenset[int]:
         """States of a value from which ranks send nothing for it to be in ``target``."""
@@ -101,27 +116,65 @@ class KeptTensors:
             return 1.0
         return self.coster.numel(tensor, INVARIANT) / max(1, self.coster.numel(made, INVARIANT))
 
-    def _number(self, value: int, state: State, copies: float) -> int | None:
-        """None for inputs and constants, which are there anyway, and for what is computed again
+    def _kept(self, value: int, state: State, is_there: bool, copies: float) -> Iterator[int]:
+        """Numbers of what is kept of a value for who needs it in ``state``, on typed axes as it was
+        made if it ``is_there``.
+
+        None for inputs and constants, which are there anyway, and for what is computed again
         wherever it is.
         """
         draft = self.drafts[value]
         if draft.role in (Role.INPUT, Role.CONSTANT):
-            return None
-        moved, free = None, frozenset[int]()
-        if draft.role is Role.PARAMETER:
+            return
+        kept_whole = draft.role is not Role.PARAMETER
+        free = frozenset[int]()
+        if not kept_whole:
             free = frozenset(n for n, other in enumerate(draft.states) if other == state)
         elif value in self._made_again and copies <= 1:  # more are gathered on a typed axis
-            free = self._not_sent(draft, state)
-            if len(free) == len(draft.states):
-                return None
-        if free or draft.role is Role.PARAMETER:
-            moved = (value, tuple(draft.demanded).index(state))
-        key = (value, state, copies)
+            free, kept_whole = self._not_sent(draft, state), False
+        gathered = self._gathered(draft, state) if is_there and copies == 1 else {}
+        if kept_whole and is_there and self._may_gather(draft) and state in draft.states:
+            gathered_from = {list(draft.states).index(state): state, **gathered}
+        else:
+            gathered_from = gathered if kept_whole else {}
+        free = free.union(gathered, gathered_from)
+        if len(free) < len(draft.states):
+            made = value if free or draft.role is Role.PARAMETER else None
+            kept = KeptValue(tensor=draft.tensor, state=state, copies=copies)
+            yield self._number(draft, value, made, free, kept)
+        for source, shards in gathered.items():
+            again = GatheredAgain(tensor=draft.tensor, source=shards, target=state)
+            yield self._number(draft, value, value, self._all_but(draft, source), again)
+        for source, shards in gathered_from.items():  # as it was made, for whoever needs that
+            kept = KeptValue(tensor=draft.tensor, state=shards, copies=1.0)
+            yield self._number(draft, value, value, self._all_but(draft, source), kept)
+
+    def _gathered(self, draft: Draft, target: State) -> dict[int, State]:
+        """States of a value from which it is gathered again for it to be in ``target``."""
+        if not self._may_gather(draft):
+            return {}
+        states = enumerate(draft.states)
+        return {number: state for number, state in states if is_gather(state, target)}
+
+    def _may_gather(self, draft: Draft) -> bool:
+        return draft.kind in self._gathers and self.coster.group.size > 1
+
+    @staticmethod
+    def _all_but(draft: Draft, state: int) -> frozenset[int]:
+        return frozenset(range(len(draft.states))) - {state}
+
+    def _number(
+        self,
+        draft: Draft,
+        value: int,
+        made: int | None,
+        free: frozenset[int],
+        what: KeptValue | GatheredAgain,
+    ) -> int:
+        key = (value, made, free, what)
         if key not in self._numbers:
             self._numbers[key] = len(self.tensors)
-            what = KeptValue(tensor=draft.tensor, state=state, copies=copies)
             self.tensors.append(
-                FrameHeld(kind=draft.kind, tensor=value, moved=moved, free=free, what=what)
+                FrameHeld(kind=draft.kind, tensor=value, made=made, free=free, what=what)
             )
         return self._numbers[key]

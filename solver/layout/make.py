@@ -50,10 +50,11 @@ def make_problem(
 
     ``outer`` are the axes that are typed already, and ``comm`` is what they send.
     """
-    outer, once = outer or OuterAxes(), replace(coster, again=frozenset())
+    outer = outer or OuterAxes()
+    once = replace(coster, again=frozenset(), gathers_again=False)
     known = facts.priced.setdefault(once.fingerprint, Priced())
     problem = price(_frame(facts, axis, once, outer, comm.traffic), once, comm, known)
-    if not coster.again:
+    if coster == once:
         return problem
     return computed_again(problem, facts, axis, coster, outer, comm)
 
@@ -66,8 +67,8 @@ def computed_again(
     outer: OuterAxes,
     comm: OuterComm,
 ) -> Problem:
-    """``problem``, which computes all once, where backward computes ``coster.again`` again; the
-    arguments are those of ``make_problem``.
+    """``problem``, which does all once, where backward computes ``coster.again`` again, or gathers
+    again; the arguments are those of ``make_problem``.
     """
     return recomputing(problem, _frame(facts, axis, coster, outer, comm.traffic), coster)
 
@@ -86,6 +87,7 @@ def _frame(
         tuple((other.size, other.divides_batch, id(other.typing)) for other in outer.axes),
         id(coster.styles),
         coster.again,
+        coster.gathers_again,
         id(traffic),
     )
     if key not in facts.frames:
@@ -110,7 +112,10 @@ class _Maker:
         self.outer, self.traffic = outer, traffic
         self.drafts: list[Draft] = []
         self.number: dict[tuple[str, str, int], int] = {}
-        self.kept = KeptTensors(coster, self.drafts)
+        last = facts.model.blocks[facts.loss_block].kind
+        again = (number for number, name in enumerate(facts.model.kinds) if name != last)
+        gathers = frozenset(again) if coster.gathers_again else frozenset[int]()
+        self.kept = KeptTensors(coster, self.drafts, gathers)
         self.options: dict[tuple[str, str], tuple[Option, ...]] = {}
         self.views_of_matrices: set[tuple[int, str]] = set()
         self.streams: dict[str, frozenset[fx.Node]] = {}
@@ -159,7 +164,9 @@ class _Maker:
             if node in placeholders:
                 role = kind.roles[placeholders[node]]
                 state_class = self.facts.classes.of[kind.name, "in", placeholders[node]]
-            for result, tensor in enumerate(self.outer.view(kind, node).results):
+            view = self.outer.view(kind, node)
+            outer = view.states[len(view.operands) :]
+            for result, tensor in enumerate(view.results):
                 self.number[kind.name, node.name, result] = len(self.drafts)
                 self.drafts.append(
                     Draft(
@@ -169,6 +176,7 @@ class _Maker:
                         tensor=tensor,
                         role=role,
                         state_class=state_class,
+                        outer=outer[result],
                     )
                 )
             if node.op == "call_function":
@@ -382,7 +390,9 @@ class _Maker:
         for option in self.options[kind.name, node.name]:
             if is_view and len(operands) == 1:
                 for result, state in zip(results, option.results, strict=True):
-                    self.kept.note_view(result, state, operands[0], option.operands[0])
+                    self.kept.note_view(
+                        result, state, operands[0], option.operands[0], view.states[0]
+                    )
             held.append(self.kept.by(node, view, option, operands, results))
         return FrameOp(
             kind=index,

@@ -10,11 +10,20 @@ from typing import TypedDict
 from autopar.ir.families import Family, family_of
 from autopar.ir.graph import TensorInfo
 from autopar.ir.placement import State
+from autopar.ir.recompute import is_gather
 from autopar.ir.rules.core import Option
 from autopar.solver.costs.experts import ExpertSizes
 from autopar.solver.costs.saved import own_bytes
 from autopar.solver.layout.costing import Coster
-from autopar.solver.layout.frame import Frame, FrameClass, FrameHeld, FrameOp, KeptInside
+from autopar.solver.layout.frame import (
+    Frame,
+    FrameClass,
+    FrameHeld,
+    FrameOp,
+    GatheredAgain,
+    KeptInside,
+    KeptValue,
+)
 from autopar.solver.layout.outer_comm import NO_COMM, OuterComm
 from autopar.solver.layout.problem import (
     Held,
@@ -238,15 +247,33 @@ def _state_class(
 
 def held_tensors(frame: Frame, coster: Coster) -> tuple[Held, ...]:
     """The tensors of ``frame`` that may be kept, with their bytes."""
-    return tuple(
-        Held(
-            kind=held.kind,
-            num_bytes=held_bytes(held, coster),
-            tensor=held.tensor,
-            moved=held.moved,
-            free=held.free,
+    return tuple(_held(frame, held, coster) for held in frame.held)
+
+
+def _held(frame: Frame, held: FrameHeld, coster: Coster) -> Held:
+    what, again_s, rebuilt, gather_s = held.what, 0.0, 0, math.inf
+    if isinstance(what, KeptValue) and what.state.is_whole and coster.group.size > 1:
+        states = frame.values[held.tensor].states
+        gather_s = min(
+            (
+                coster.move(what.tensor, state, what.state).forward_s
+                for state in states
+                if is_gather(state, what.state)
+            ),
+            default=math.inf,
         )
-        for held in frame.held
+    if isinstance(what, GatheredAgain):
+        again_s = coster.move(what.tensor, what.source, what.target).forward_s
+        rebuilt = coster.bytes(what.tensor, what.target)
+    return Held(
+        kind=held.kind,
+        num_bytes=held_bytes(held, coster),
+        tensor=held.tensor,
+        made=held.made,
+        free=held.free,
+        again_s=again_s,
+        rebuilt_bytes=rebuilt,
+        gather_s=gather_s,
     )
 
 
@@ -255,6 +282,8 @@ def held_bytes(held: FrameHeld, coster: Coster) -> int:
     what = held.what
     if isinstance(what, KeptInside):
         return inside_bytes(what, coster)
+    if isinstance(what, GatheredAgain):
+        return 0
     return math.ceil(coster.bytes(what.tensor, what.state) * what.copies)
 
 

@@ -17,6 +17,7 @@ or an activation wherever blocks hand it on. A *value* is a result of an op, or 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -116,20 +117,28 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A tensor in a state that may be kept for backward, counted once whoever keeps it.
+    """A tensor in a state that may be kept for backward, counted once whoever keeps it; or one that
+    backward gathers again instead.
 
     Attributes:
         tensor: Its value, or a negative number of its own for what only the op knows (a mask).
-        moved: (value, demanded state) if only a moved copy costs bytes: parameters themselves are
-            accounted for elsewhere, and what is computed again is not kept.
-        free: States of that value in which there is no such copy.
+        made: The value whose state says whether it costs anything: parameters themselves are
+            accounted for elsewhere, what is computed again is not kept, and what is gathered again
+            only from its shards.
+        free: States of that value in which it does not.
+        again_s, rebuilt_bytes: Of what backward gathers again: seconds in which that is done, and
+            what is there then.
+        gather_s: Seconds in which it could be gathered again instead of being kept, at the least.
     """
 
     kind: int
     num_bytes: int
     tensor: int
-    moved: tuple[int, int] | None
+    made: int | None
     free: frozenset[int] = frozenset()
+    again_s: float = 0.0
+    rebuilt_bytes: int = 0
+    gather_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,8 +60,10 @@ class ProblemSolver:
             states=tuple(state if found.states else -1 for state, found in states),
         )
 
-    def least(self, weights: Weights, kinds: Iterable[int]) -> float:
-        """What these kinds add to the objective at the least, whatever the others do."""
+    def least(self, weights: Weights, kinds: Iterable[int], *, may_gather: bool = False) -> float:
+        """What these kinds add to the objective at the least, whatever the others do, and whatever
+        they gather again if they may.
+        """
         chosen = frozenset(kinds)
         tables = tables_of(self.problem.frame, chosen)
 
@@ -77,9 +79,10 @@ class ProblemSolver:
             held=of_kinds(weights.held),
         )
         if tables.elimination is not None:
-            vector = self._cost_vector(only)
+            vector = cost_vector(self._all_costs(), only, may_gather=may_gather)
             return minimize(tables.elimination, fill(tables, vector))[0]
-        return self.solve(only).bound
+        held = (0.0,) * len(weights.held)
+        return self.solve(replace(only, held=held) if may_gather else only).bound
 
     def frontier(self, kind: int) -> tuple[FrontierPoint, ...] | None:
         """``kind_frontier`` of the problem."""

@@ -98,6 +98,8 @@ class Costs:
     waiting_bytes: Floats
     held_kind: NDArray[np.intp]
     held_bytes: Floats
+    held_again_s: Floats
+    held_gather_s: Floats
     step_s: Floats
     numel: Floats
     state_class: NDArray[np.intp]
@@ -139,6 +141,8 @@ def costs_of(problem: Problem) -> Costs:
         waiting_bytes=np.pad(np.array(waiting), (0, len(seconds) - len(waiting))),
         held_kind=np.array([held.kind for held in problem.held], dtype=np.intp),
         held_bytes=np.array([float(held.num_bytes) for held in problem.held]),
+        held_again_s=np.array([held.again_s for held in problem.held]),
+        held_gather_s=np.array([held.gather_s for held in problem.held]),
         step_s=np.array([seconds for found in problem.classes for seconds in found.step_s]),
         numel=np.array([float(numel) for found in problem.classes for numel in found.numel]),
         state_class=np.array(
@@ -155,18 +159,25 @@ def _awaited(op: Op) -> set[int]:
     return {op.operands[place] for option in op.options for place, _ in option.waiting}
 
 
-def cost_vector(costs: Costs, weights: Weights) -> Floats:
-    """What each option, move, kept tensor and state of a class adds to the objective."""
+def cost_vector(costs: Costs, weights: Weights, *, may_gather: bool = False) -> Floats:
+    """What each option, move, kept tensor and state of a class adds to the objective; with
+    ``may_gather`` at the least, if what is kept may be gathered again from shards instead.
+    """
     forward, backward = np.array(weights.forward), np.array(weights.backward)
     inputs = np.array(weights.input or (0.0,) * len(backward))
     waiting = np.array(weights.waiting or (0.0,) * len(backward))
     parameters = np.array(weights.parameters)
     seconds = forward[costs.kind] * costs.forward_s + backward[costs.kind] * costs.backward_s
     seconds += inputs[costs.kind] * costs.input_s + waiting[costs.kind] * costs.waiting_bytes
+    again = (backward + inputs)[costs.held_kind]
+    held = np.array(weights.held)[costs.held_kind] * costs.held_bytes
+    if may_gather:
+        able = np.isfinite(costs.held_gather_s)
+        held[able] = np.minimum(held[able], again[able] * costs.held_gather_s[able])
     return np.concatenate(
         [
             seconds,
-            np.array(weights.held)[costs.held_kind] * costs.held_bytes,
+            held + again * costs.held_again_s,
             weights.step * costs.step_s
             + parameters[costs.state_class] * costs.numel
             + forward @ costs.outer_forward_s
@@ -292,13 +303,13 @@ class _Maker:
         for number, held in enumerate(self.frame.held):
             if held.kind not in self.kinds or not kept_by[number]:
                 continue
-            maker = None if held.moved is None else made_by[held.moved[0]]
+            maker = None if held.made is None else made_by[held.made]
             found = self.draft([*kept_by[number], *([] if maker is None else [maker.choice])])
             if found is None:
                 continue
             scope, draft = found
             where = self.where_kept(scope, kept_by[number])
-            if held.moved is not None and maker is not None:
+            if maker is not None:
                 for state in held.free:
                     where = where & ~self.where(scope, maker, state)
             draft.add(where, self.first_held + number)

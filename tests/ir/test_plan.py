@@ -469,6 +469,11 @@ def test_each_stage_names_the_blocks_whose_ops_it_computes_again() -> None:
             {"recompute": "selective_op", "recomputed_by_op": (0, 1)},
             "recompute selective_op leaves no blocks to list, but recomputed_by_op has 2",
         ),
+        ({"gathered_again": (99,)}, "gathered_again that the plan does not have"),
+        (
+            {"recomputed_blocks": (0, 1), "gathered_again": (1, 2)},
+            "blocks 1 are in recomputed_blocks and in gathered_again",
+        ),
     ],
 )
 def test_recomputed_blocks_are_those_of_the_plan(changes: dict[str, object], said: str) -> None:
@@ -491,10 +496,25 @@ def test_kernels_are_told_where_they_are_others_and_refused_where_there_are_none
         from_json(to_json(unknown))
 
 
+def test_each_stage_names_the_blocks_that_gather_again() -> None:
+    plan, num = _planned(), _planned().segments[-1].last_block + 1
+    schedule = dataclasses.replace(plan.schedule, recompute="none", gathered_again=(0, 1))
+    told = from_json(to_json(dataclasses.replace(plan, schedule=schedule))).explain()
+    assert f"recompute none, 2 gathered again of {num}" in told
+    held = [
+        segment.stage
+        for segment in plan.segments
+        for block in (0, 1)
+        if segment.first_block <= block <= segment.last_block
+    ]
+    assert told.count(", gathered again: ") == len(set(held))
+
+
 def test_plans_from_before_recomputation_by_op_are_read() -> None:
     plan = _planned()
     document = json.loads(to_json(plan))
     del document["schedule"]["recomputed_by_op"]
+    del document["schedule"]["gathered_again"]
     assert from_json(json.dumps(document)) == plan
 
 

@@ -68,6 +68,7 @@ class Setup:
     offload_optimizer: bool = False
     offloaded_blocks: tuple[int, ...] = ()
     zero_stages: str = ""
+    gathers_again: bool = False
 
     def __str__(self) -> str:
         degrees = "".join(
@@ -80,6 +81,7 @@ class Setup:
             + "-offloaded" * self.offload_optimizer
             + "".join(f"-away{block}" for block in self.offloaded_blocks)
             + f"-{self.zero_stages}" * bool(self.zero_stages)
+            + "-gathers" * self.gathers_again
         )
 
 
@@ -157,6 +159,7 @@ def make_plan(setup: Setup) -> Plan:
             recompute=setup.recompute,
             recomputed_blocks=(1,) if setup.recompute == "blocks" else (),
             recomputed_by_op=(2,) if setup.recompute == "blocks" else (),
+            gathered_again=tuple(range(2, num_blocks - 1)) if setup.gathers_again else (),
             zero_stage=setup.zero_stage,
             kernels=setup.kernels,
             extra_in_flight=setup.extra_in_flight,

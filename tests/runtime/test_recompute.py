@@ -7,6 +7,7 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -16,23 +17,30 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.ir.axis_group import AxisGroup
 from autopar.ir.errors import InputError
 from autopar.ir.graph import ModelGraph, Role
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import LAYOUT_AXES, Mesh
 from autopar.ir.plan import Plan, RecomputeName, SchedulePlan
 from autopar.ir.program import bind_axes
 from autopar.ir.randomness import Drawing
 from autopar.passes import lower_plan
+from autopar.runtime.communicator import Communicator
 from autopar.runtime.segment_runner import SegmentRunner
+from autopar.runtime.threads import run_mesh
 from autopar.solver import Cluster
 from autopar.solver.candidates import Way
+from autopar.solver.choose_again import Again
+from autopar.solver.instance import make_instance
 from autopar.solver.layout.check import kind_costs
 from autopar.solver.layout.model_facts import model_facts
 from autopar.solver.layout.problem import KindCost
 from autopar.solver.settings import make_setting
+from autopar.solver.solve import make_plan as make_solved_plan
+from autopar.solver.solved import Solved
 from autopar.solver.typed_axes import TypedAxes
 from tests.models import HEADS, SEQ, tiny_gpt2, tiny_llama
-from tests.runtime.cases import Setup
+from tests.runtime.cases import Setup, make_model
 from tests.runtime.harness import lowered, train_on_threads
 from tests.runtime.laid_out import laid_out
 
@@ -59,6 +67,23 @@ def without(setup: Setup) -> Mapping[str, Tensor]:
 def test_recomputation_changes_no_gradient(setup: Setup, recompute: RecomputeName) -> None:
     setup = dataclasses.replace(setup, layers=3)
     again = dataclasses.replace(setup, recompute=recompute)
+    gradients = train_on_threads(again, num_steps=1)[0].gradients
+    for name, expected in without(setup).items():
+        assert torch.equal(gradients[name], expected), name
+
+
+GATHERING = [
+    Setup(name="llama", mesh=Mesh(tp=2), zero_stage=0, sequence=True),
+    Setup(name="llama", mesh=Mesh(dp_shard=2, tp=2), zero_stage=3, sequence=True),
+    Setup(name="dropout", mesh=Mesh(pp=2, tp=2), sequence=True, schedule="zero_bubble"),
+]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective_op", "blocks"])
+@pytest.mark.parametrize("setup", GATHERING, ids=str)
+def test_gathering_again_changes_no_gradient(setup: Setup, recompute: RecomputeName) -> None:
+    setup = dataclasses.replace(setup, layers=3)
+    again = dataclasses.replace(setup, recompute=recompute, gathers_again=True)
     gradients = train_on_threads(again, num_steps=1)[0].gradients
     for name, expected in without(setup).items():
         assert torch.equal(gradients[name], expected), name
@@ -104,12 +129,18 @@ def kept(
 
 
 def kept_and_rebuilt(
-    program: Any, model: ModelGraph, plan: Plan, schedule: SchedulePlan, *, block: int = 1
+    program: Any,
+    model: ModelGraph,
+    plan: Plan,
+    schedule: SchedulePlan,
+    *,
+    block: int = 1,
+    groups: Mapping[str, AxisGroup] = MappingProxyType({}),
 ) -> tuple[Tensors, Tensors]:
     """All tensors that are alive after the forward of a block, beside its arguments and results;
     and when its backward has asked for what it computes again.
     """
-    program = bind_axes(program, {})
+    program = bind_axes(program, groups)
     segment = program.segments[block]
     runner = SegmentRunner(segment, model, schedule)
     generator = torch.Generator().manual_seed(0)
@@ -128,11 +159,20 @@ def kept_and_rebuilt(
         allocations.forget(arguments)
         roots = [torch.autograd.graph.get_gradient_edge(r) for r in results if r.requires_grad]
         del results
+        let_go(groups)
         forward = allocations.alive()
         ask_for_saved([root.node for root in roots])  # they hold what autograd keeps
         allocations.forget(arguments)
+        let_go(groups)
         backward = allocations.alive()
     return forward, backward
+
+
+def let_go(groups: Mapping[str, AxisGroup]) -> None:
+    """Thread ranks hold what they sent each other last."""
+    for group in groups.values():
+        if group.size > 1:
+            group.all_reduce(torch.zeros(0))
 
 
 def ask_for_saved(nodes: list[Any]) -> None:
@@ -192,6 +232,57 @@ def test_costs_know_what_is_kept_and_what_is_rebuilt(name: str, recompute: Recom
     row_sums = 4 * plan.batch.micro_batch_size * HEADS * SEQ  # costs leave them out
     assert cost.held_bytes <= forward + inputs <= cost.held_bytes + 2 * row_sums
     assert cost.rebuilt_bytes <= backward - forward <= cost.rebuilt_bytes + 2 * row_sums
+
+
+@functools.cache
+def on_tensor_ranks() -> tuple[Any, Plan, Solved]:
+    """A plan of a GPT-2 whose tensor ranks share the positions between blocks."""
+    setup = Setup(name="gpt2", layers=3)
+    model, training = make_model("gpt2", 3, setup.precision), lowered(setup)[2].training
+    instance = make_instance(
+        model,
+        Cluster("cpu-local", gpus_per_node=4),
+        global_batch_size=8,
+        training=training,
+        pin={"tp": 2, "pp": 1, "sequence_parallel": 1, "micro_batch_size": 2, "zero_stage": 1},
+    )
+    result = instance.search.run(instance.candidates)
+    assert result.best is not None
+    plan = make_solved_plan(instance, result, solve_s=0.0)
+    return lower_plan(model, plan), plan, result.best
+
+
+@pytest.mark.parametrize("by_op", [False, True])
+def test_costs_know_what_is_kept_by_blocks_that_gather_again(by_op: bool) -> None:
+    program, plan, solved = on_tensor_ranks()
+    model = solved.setting.facts.model
+    again = Again(by_op=frozenset({1} if by_op else ()), gathers=frozenset({1}))
+    candidate = again.of(solved.candidate)
+    schedule = dataclasses.replace(
+        plan.schedule,
+        recompute=candidate.recompute,
+        recomputed_by_op=candidate.recomputed_by_op,
+        gathered_again=candidate.gathered_again,
+    )
+
+    def measured(communicator: Communicator) -> tuple[int, int]:
+        groups = {axis: communicator.group(axis) for axis in LAYOUT_AXES}
+        found = kept_and_rebuilt(program, model, plan, schedule, groups=groups)
+        return num_bytes(found[0]), num_bytes(found[1])
+
+    stager = dataclasses.replace(solved.stager, candidate=candidate)
+    held, rebuilt = float(stager.held_bytes()[1]), float(stager.rebuilt_bytes()[1])
+    whole = dataclasses.replace(candidate, gathered_again=())
+    assert dataclasses.replace(stager, candidate=whole).held_bytes()[1] > held
+    inputs = sum(
+        4 * math.prod(program.values[value].shape)
+        for value in program.segments[1].arguments
+        if value.role is Role.ACTIVATION
+    )
+    row_sums = 4 * plan.batch.micro_batch_size * HEADS * SEQ  # costs leave them out
+    for forward, backward in run_mesh(plan.device_mesh(), measured):
+        assert held <= forward + inputs <= held + 2 * row_sums
+        assert rebuilt <= backward - forward <= rebuilt + 2 * row_sums
 
 
 @pytest.mark.parametrize("kernels", ["fused norms", "fused pointwise"])

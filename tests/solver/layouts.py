@@ -135,6 +135,7 @@ class _Grid:
         for number, entry in enumerate(problem.held):
             if entry.kind == self.kind:
                 held += self.keeps(number) * float(entry.num_bytes)
+                seconds[1] += self.keeps(number) * entry.again_s
         possible = np.argwhere(np.isfinite(seconds[0]))
         at = tuple(possible.T)
         num = len(self.ops)
@@ -197,11 +198,10 @@ class _Grid:
             kept = kept | self.along(
                 place, [number in option.held for option in problem.ops[op].options]
             )
-        if entry.moved is not None:
-            value, target = entry.moved
-            found = problem.values[value]
-            moved = np.array([state != found.demanded[target] for state in found.states])
-            kept = kept & moved[self.produced[value]]
+        if entry.made is not None:
+            num = len(problem.values[entry.made].states)
+            costs = np.array([state not in entry.free for state in range(num)])
+            kept = kept & costs[self.produced[entry.made]]
         return kept
 
 

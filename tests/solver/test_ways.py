@@ -9,7 +9,7 @@ from autopar.capture import capture
 from autopar.ir.errors import InputError
 from autopar.ir.families import Family, family_of
 from autopar.ir.graph import info
-from autopar.ir.placement import REPLICATED
+from autopar.ir.placement import REPLICATED, sharded
 from autopar.solver.candidates import Way
 from autopar.solver.cuts import layer_cuts
 from autopar.solver.hardware import Cluster
@@ -161,15 +161,32 @@ def test_kernels_are_checked_before_the_model_is_captured():
 
 
 def test_what_ranks_gathered_of_a_recomputed_value_is_kept(facts):
-    """Both norms of a layer are computed again; that their results are gathered is not."""
-    made = setting(facts, sequence_parallel=True)
-    problem, solution = made.op_solver().problem, made.solution("none")
-    layer = problem.kinds.index(facts.model.blocks[1].kind)
-    never = [
-        dataclasses.replace(held, free=frozenset(range(100)) if held.moved else held.free)
-        for held in problem.held
-    ]
-    kept = kind_costs(problem, solution)[layer].held_bytes
-    without = kind_costs(dataclasses.replace(problem, held=tuple(never)), solution)[layer]
+    """Both norms of a layer are computed again; that their results are gathered is not, unless
+    that is done again, too.
+    """
+    made = setting(facts, sequence_parallel=True, gather_again=None)
+    solution, layer = made.solution("none"), made.main_kind
+    kept, gathering = (
+        kind_costs(made.part_solvers()[True, gathers].problem, solution)[layer]
+        for gathers in (False, True)
+    )
     whole = next(iter(facts.model.kind_of(facts.model.blocks[1]).placeholders))
-    assert kept - without.held_bytes == 2 * made.coster.bytes(info(whole).tensor, REPLICATED)
+    both = 2 * made.coster.bytes(info(whole).tensor, REPLICATED)
+    assert kept.held_bytes - gathering.held_bytes == both
+    assert gathering.rebuilt_bytes - kept.rebuilt_bytes == both
+    assert gathering.again_s > kept.again_s
+
+
+def test_what_is_gathered_again_is_kept_as_it_was_made(facts):
+    """Of each norm the shards, once for all who need them."""
+    made = setting(facts, sequence_parallel=True, gather_again=None)
+    solution, layer = made.solution("none"), made.main_kind
+    once = kind_costs(made.problem, solution)[layer]
+    again = kind_costs(made.part_solvers()[False, True].problem, solution)[layer]
+    whole = next(iter(facts.model.kind_of(facts.model.blocks[1]).placeholders))
+    both = 2 * made.coster.bytes(info(whole).tensor, REPLICATED)
+    shards = both // made.tp
+    assert once.held_bytes - again.held_bytes == both - shards
+    assert again.rebuilt_bytes == both
+    moves = made.coster.move(info(whole).tensor, sharded(1), REPLICATED)
+    assert again.backward_s - once.backward_s == pytest.approx(2 * moves.forward_s)

@@ -4,7 +4,7 @@ docs/concepts/problem.md states, candidate by candidate, without any bound of th
 What is left out is never faster than what is simulated: a step is monotone in what its actions take
 (``test_simulate_properties``), so that of two layouts that fit with the same cuts and recomputed
 blocks the one with less of everything is enough, and of two choices of what is recomputed the one
-with less of it: of a block nothing, its ops, or all.
+with less of it: of a block nothing, what it gathers, its ops, both, or all.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import numpy as np
 
 from autopar.solver.candidates import Candidate
 from autopar.solver.choose_again import NOTHING, Again
-from autopar.solver.facts import Floats
+from autopar.solver.facts import Floats, Part
 from autopar.solver.layout.problem import Solution
 from autopar.solver.loss_chunks import NUMBERS
 from autopar.solver.mixed import AnySetting, MixedSetting
 from autopar.solver.pricer import Pricer
+from autopar.solver.settings import NOTHING_AGAIN
 from autopar.solver.solved import Solved, simulate_cuts
 from autopar.solver.stages import Stager
 from autopar.solver.unequal_shares import UnequalSolver
@@ -114,9 +115,13 @@ class WholePlans:
         """
         pricer, solver = self.pricer, UnequalSolver(self.pricer)
         able = frozenset(np.flatnonzero(pricer.facts.repeated_blocks("full")).tolist())
-        for solution in self.layouts(pricer.setting(candidate)):
+        setting = pricer.setting(candidate)
+        for solution in self.layouts(setting):
             found: list[Again] = []
-            for again in choices(able if candidate.recompute == "blocks" else frozenset()):
+            for again in choices(
+                able if candidate.recompute == "blocks" else frozenset(),
+                tuple(setting.part_solvers()),
+            ):
                 if any(is_less(other, again) for other in found):
                     continue
                 own = again.of(candidate) if candidate.recompute == "blocks" else candidate
@@ -204,7 +209,13 @@ class _Layouts:
         if key not in self.known:
             found: list[Again] = []
             away = self.stagers[number].decided(cuts).candidate.offloaded_blocks
-            for again in choices(self.able & set(range(first, end)) - set(away)):
+            costs = self.stagers[number].costs
+            parts = [  # those that give something
+                part.key
+                for part in costs.parts
+                if (part.held_bytes < costs.held_bytes)[first:end].any()
+            ]
+            for again in choices(self.able & set(range(first, end)) - set(away), parts):
                 if not any(is_less(other, again) for other in found):
                     stager = self.recomputing(number, again, cuts)
                     if stager.stage_bytes(stage, cuts) <= stager.sites.usable_bytes[stage]:
@@ -220,20 +231,31 @@ class _Layouts:
         return dataclasses.replace(stager, candidate=again.of(stager.candidate))
 
 
-def choices(blocks: Blocks) -> Iterator[Again]:
-    """Nothing, its ops or all of each block, in any mixture: none before one that is less."""
-    levels = itertools.product((0, 1, 2), repeat=len(blocks))
-    for chosen in sorted(levels, key=sum):
+def choices(blocks: Blocks, parts: Sequence[Part]) -> Iterator[Again]:
+    """Nothing, one of ``parts`` or all of each block again, in any mixture: none before one that is
+    less.
+    """
+    levels: list[Part | None] = [NOTHING_AGAIN, *parts, None]  # None: all
+
+    def how_much(chosen: tuple[Part | None, ...]) -> int:
+        return sum(3 if part is None else sum(part) for part in chosen)
+
+    for chosen in sorted(itertools.product(levels, repeat=len(blocks)), key=how_much):
         pairs = list(zip(sorted(blocks), chosen, strict=True))
         yield Again(
-            whole=frozenset(block for block, level in pairs if level == 2),
-            by_op=frozenset(block for block, level in pairs if level == 1),
+            whole=frozenset(block for block, part in pairs if part is None),
+            by_op=frozenset(block for block, part in pairs if part is not None and part[0]),
+            gathers=frozenset(block for block, part in pairs if part is not None and part[1]),
         )
 
 
 def is_less(one: Again, other: Again) -> bool:
-    """Whether ``one`` computes nothing again that ``other`` does not."""
-    return one.whole <= other.whole and one.by_op <= other.whole | other.by_op
+    """Whether ``one`` does nothing again that ``other`` does not."""
+    return (
+        one.whole <= other.whole
+        and one.by_op <= other.whole | other.by_op
+        and one.gathers <= other.whole | other.gathers
+    )
 
 
 def _lowest_stages(stager: Stager, cuts: tuple[int, ...]) -> Iterator[Stager]:
@@ -270,7 +292,7 @@ def _costs(stager: Stager) -> Floats:
         *([costs.held_bytes] if stager.candidate.offload_activations else []),
         costs.forward_s,
         costs.backward_s,
-        costs.op_again_s,
+        *(part.again_s for part in costs.parts),
         costs.step_s,
         costs.border_bytes,
         costs.sent_bytes,
@@ -290,8 +312,8 @@ def _memory(stager: Stager) -> Floats:
         [
             costs.held_bytes,
             costs.rebuilt_bytes,
-            costs.op_held_bytes,
-            costs.op_rebuilt_bytes,
+            *(part.held_bytes for part in costs.parts),
+            *(part.rebuilt_bytes for part in costs.parts),
             costs.temporary_bytes,
             costs.waiting_bytes,
             costs.input_bytes,
