@@ -186,7 +186,8 @@ class DistributedCommunicator:
         """
         own: dist.ProcessGroup | None = None
         for ranks in groups:
-            handle = dist.new_group(list(ranks), timeout=self._timeout)
+            is_sorted = list(ranks) == sorted(ranks)  # by coordinate, whatever ranks' numbers are
+            handle = dist.new_group(list(ranks), timeout=self._timeout, sort_ranks=is_sorted)
             if self.rank in ranks:
                 assert isinstance(handle, dist.ProcessGroup)
                 own = handle

@@ -94,7 +94,7 @@ def save(
     """
     mesh = communicator.mesh
     at = mesh.coordinates(communicator.rank)
-    position, num_writers = mesh.on_stage(communicator.rank, 0), mesh.num_ranks // mesh.pp
+    position, num_writers = mesh.place_on_stage(communicator.rank), mesh.num_ranks // mesh.pp
     own: dict[str, Tensor] = {}
     for index, (name, layout) in enumerate(sorted(store.layouts.items())):
         is_writer = index % num_writers == position

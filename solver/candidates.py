@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from autopar.ir.kernels import DEFAULT_KERNELS
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import (
+    CONTEXT_AXIS,
+    EXPERT_AXIS,
+    MESH_AXES,
+    TENSOR_AXIS,
+    Mesh,
+)
 from autopar.ir.plan import RecomputeName, ScheduleName
 from autopar.ir.zero_stages import exceptions_of, zero_text
+from autopar.solver.costs.comm import Group, group_over
 from autopar.solver.hardware import Cluster
 from autopar.solver.sites import Sites, sites_of
 
@@ -61,8 +69,18 @@ class Way:
     gather_again: bool | None = False
 
 
-SettingKey = tuple[int, int, int, int, Way]
-"""Degrees of the context, expert and tensor axis, a micro-batch size, and a way."""
+class Placement(NamedTuple):
+    """How data ranks are split, and in what order the axes of the mesh are."""
+
+    dp_replicate: int
+    dp_shard: int
+    axis_order: tuple[str, ...] = MESH_AXES
+
+
+SettingKey = tuple[int, int, int, int, tuple[int, int, int], Way]
+"""Degrees of the context, expert and tensor axis, a micro-batch size, the distance of ranks on
+these axes, and a way.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +89,9 @@ class Candidate:
 
     A last micro-batch that is shorter counts as a full one: that bounds its costs from above. With
     ``chunks_open`` the loss may be computed in more chunks than ``loss_chunks``, if that pays; with
-    ``zero_open`` blocks may have lower ZeRO stages than ``zero_stage``, down to 1.
+    ``zero_open`` blocks may have lower ZeRO stages than ``zero_stage``, down to 1. With
+    ``placements`` it stands for all of them: it is split over most ranks, and its bounds are those
+    of none in particular.
     """
 
     pp: int
@@ -102,6 +122,8 @@ class Candidate:
     offloaded_blocks: tuple[int, ...] = ()  # these, once cuts are known
     zero_stages: tuple[int, ...] = ()  # of each block, where some have another than zero_stage
     zero_open: bool = False
+    axis_order: tuple[str, ...] = MESH_AXES  # outermost first
+    placements: tuple[Placement, ...] = ()  # that are open; none: it is as it says
     group_order: tuple[int, ...] = ()  # groups of nodes in the order of ranks; of one kind: none
     shares: tuple[int, ...] = ()  # micro-batches of a data rank of each group; none: all alike
 
@@ -121,7 +143,8 @@ class Candidate:
     @property
     def setting_key(self) -> SettingKey:
         """What candidates with the same layouts and costs of blocks have in common."""
-        return self.cp, self.ep, self.tp, self.micro_batch_size, self.way
+        degrees = self.cp, self.ep, self.tp, self.micro_batch_size
+        return *degrees, self.layout_strides, self.way
 
     @property
     def has_one_layout(self) -> bool:
@@ -165,14 +188,58 @@ class Candidate:
         """Ranks over which ZeRO shards parameters that all of them use whole."""
         return self.dp_shard * self.cp * self.ep
 
+    @property
+    def layout_strides(self) -> tuple[int, int, int]:
+        """By how much ranks differ that are neighbors on the context, expert and tensor axis."""
+        if self.axis_order == MESH_AXES:
+            return self.ep * self.tp, self.tp, 1
+        mesh = self.mesh()
+        return mesh.stride(CONTEXT_AXIS), mesh.stride(EXPERT_AXIS), mesh.stride(TENSOR_AXIS)
+
+    @property
+    def data_stride(self) -> int:
+        """By how much ranks differ that are neighbors on the data axes."""
+        return self.mesh().data_stride
+
+    def group(self, cluster: Cluster, axes: Sequence[str]) -> Group:
+        """The group of ranks along some axes."""
+        mesh = self.mesh()
+        return group_over(cluster, [(mesh.size(axis), mesh.stride(axis)) for axis in axes])
+
     def sites(self, cluster: Cluster) -> Sites:
         """On which nodes of a cluster its stages are."""
         return sites_of(cluster, self.group_order, pp=self.pp, ranks_per_stage=self.ranks_per_stage)
 
     @property
+    def stage_stride(self) -> int:
+        """By how much ranks differ that have the same place on two neighboring stages."""
+        return self.ranks_per_stage if self.axis_order == MESH_AXES else self.mesh().stage_stride
+
+    def placed(self, placement: Placement) -> Candidate:
+        """With one of its placements."""
+        return replace(self, placements=(), **placement._asdict())
+
+    @property
+    def num_members(self) -> int:
+        """How many candidates it stands for."""
+        return max(1, len(self.placements))
+
+    def members(self) -> tuple[Candidate, ...]:
+        """All candidates that it stands for: itself where nothing is open."""
+        return tuple(map(self.placed, self.placements)) or (self,)
+
+    @property
     def of_any_zero(self) -> Candidate:
         """What candidates share that differ in ZeRO, and in ranks among which it shards."""
-        return replace(self, zero_stage=0, zero_open=False, dp_replicate=self.dp, dp_shard=1)
+        alike = dict.fromkeys(Placement(self.dp, 1, own.axis_order) for own in self.placements)
+        return replace(
+            self,
+            zero_stage=0,
+            zero_open=False,
+            dp_replicate=self.dp,
+            dp_shard=1,
+            placements=tuple(alike),
+        )
 
     def mesh(self) -> Mesh:
         """The mesh of these degrees."""
@@ -183,6 +250,7 @@ class Candidate:
             cp=self.cp,
             ep=self.ep,
             tp=self.tp,
+            axis_order=self.axis_order,
         )
 
     @property
@@ -203,6 +271,19 @@ class Candidate:
         by_block = self.recompute in ("full", "selective_layer") or self.zero_stages != ()
         by_block = by_block or self.offload_activations > 0
         return self.dp * self.cp * self.ep > 1 or by_block or self.schedule == "layered"
+
+    def _data_text(self) -> str:
+        if len({own.dp_shard for own in self.placements}) > 1:
+            return f"{self.dp} in any split"
+        return f"{self.dp_replicate}·{self.dp_shard}"
+
+    def _axes_text(self) -> str:
+        if len({own.axis_order for own in self.placements}) > 1:
+            return " in any order"
+        if self.axis_order == MESH_AXES:
+            return ""
+        used = [axis for axis in self.axis_order if self.mesh().size(axis) > 1]
+        return f" in the order {' '.join(used)}"
 
     def _zero_text(self) -> str:
         if self.zero_open:
@@ -237,7 +318,7 @@ class Candidate:
             f" × {name} {size}" for name, size in (("cp", self.cp), ("ep", self.ep)) if size > 1
         )
         return (
-            f"pp {self.pp} × dp {self.dp_replicate}·{self.dp_shard}{more} × tp {self.tp}, "
+            f"pp {self.pp} × dp {self._data_text()}{more} × tp {self.tp}{self._axes_text()}, "
             f"micro-batch {self.micro_batch_size} × {self._number_text()}, "
             f"ZeRO {self._zero_text()}, recompute {self._recompute_text()}, {self.schedule}"
             + (f" × {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else "")

@@ -75,16 +75,16 @@ class DataAxis:
         )
 
     def add_undivided(
-        self, costs: BlockCosts, sites: Sites, *, dp: int, tp: int, micro_batch_size: int
+        self, costs: BlockCosts, sites: Sites, *, dp: int, stride: int, micro_batch_size: int
     ) -> BlockCosts:
         """``costs`` with what a micro-batch costs beyond its own sequences, at ``dp`` data ranks of
-        stages at ``sites``.
+        stages at ``sites``, neighbors ``stride`` ranks apart.
 
         The work of such ops is taken as undivided by the tensor axis, too.
         """
         if dp == 1 or self.divides_all():
             return costs
-        more = {c: self._more(c, dp, tp, micro_batch_size) for c in sites.clusters}
+        more = {c: self._more(c, dp, stride, micro_batch_size) for c in sites.clusters}
         any_more = more[sites.clusters[0]]
         return replace(
             costs,
@@ -100,18 +100,22 @@ class DataAxis:
             temporary_bytes=costs.temporary_bytes + [cost.transient_bytes for cost in any_more],
         )
 
-    def _more(self, cluster: Cluster, dp: int, tp: int, micro_batch_size: int) -> list[KindCost]:
+    def _more(
+        self, cluster: Cluster, dp: int, stride: int, micro_batch_size: int
+    ) -> list[KindCost]:
         """Of each block."""
-        key = (cluster, dp, tp, micro_batch_size)
+        key = (cluster, dp, stride, micro_batch_size)
         if key not in self._undivided:
-            whole = kind_costs(*self._solve(cluster, dp, tp, micro_batch_size * dp))
-            alone = kind_costs(*self._solve(cluster, 1, tp, micro_batch_size))
+            whole = kind_costs(*self._solve(cluster, dp, stride, micro_batch_size * dp))
+            alone = kind_costs(*self._solve(cluster, 1, stride, micro_batch_size))
             self._undivided[key] = tuple(map(_difference, whole, alone))
         order = {name: number for number, name in enumerate(self.facts.model.kinds)}
         return [self._undivided[key][order[block.kind]] for block in self.facts.model.blocks]
 
-    def _solve(self, cluster: Cluster, dp: int, tp: int, batch: int) -> tuple[Problem, Solution]:
-        group = group_of(cluster, size=dp, stride=tp)
+    def _solve(
+        self, cluster: Cluster, dp: int, stride: int, batch: int
+    ) -> tuple[Problem, Solution]:
+        group = group_of(cluster, size=dp, stride=stride)
         coster = Coster(Kernels(cluster.hardware), Links(cluster), group, batch)
         problem = make_problem(self.facts, AxisRule(name=DATA_AXIS, shards_batch=True), coster)
         solution = solve_problem(problem, all_blocks_once(problem))

@@ -6,13 +6,14 @@ from dataclasses import dataclass, fields
 
 from autopar.ir.errors import InputError
 from autopar.ir.graph import ModelGraph
+from autopar.ir.mesh import MESH_AXES
 from autopar.ir.plan import Prediction, TrainingPlan
 from autopar.solver.candidates import Candidate
 from autopar.solver.costs.memory import itemsizes
 from autopar.solver.hardware import Cluster
 from autopar.solver.instance import divisible, sequence_length
 from autopar.solver.layout.model_facts import ModelFacts, model_facts
-from autopar.solver.pins import GROUP_PIN, Pins
+from autopar.solver.pins import AXES_PIN, GROUP_PIN, Pins
 from autopar.solver.predict import predict
 from autopar.solver.refiner import Refiner
 from autopar.solver.space import candidates
@@ -22,6 +23,7 @@ _UNLESS_PINNED: Pins = {
     "loss_chunks": 1,
     "offload_optimizer": 0,
     "offload_activations": 0,
+    AXES_PIN: ",".join(MESH_AXES),
 }
 
 
@@ -108,6 +110,8 @@ class Estimator:
             if len({getattr(candidate, field.name) for candidate in found}) > 1
             and field.name != "num_micro_batches"
         ]
+        if only.placements:
+            names += ["dp_replicate", "dp_shard"]
         if "recompute" not in pin:
             names.append("recompute")
         if names:

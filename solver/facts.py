@@ -122,6 +122,11 @@ class BlockCosts:
         return {}
 
     @functools.cached_property
+    def known_traffic(self) -> dict[Hashable, Floats]:
+        """Seconds of gathers and reductions, as far as somebody has asked for them."""
+        return {}
+
+    @functools.cached_property
     def known_kept(self) -> dict[Hashable, Floats]:
         """Bytes that cuts into virtual stages keep, as far as somebody has asked for them."""
         return {}

@@ -82,6 +82,7 @@ def _closest(pricer: Pricer, tried: Sequence[Candidate]) -> _Closest:
 
 
 def _fullest(pricer: Pricer, candidate: Candidate) -> _Closest:
+    candidate = candidate.members()[0]  # split over most ranks
     if candidate.recompute == "blocks":  # all of them need least
         candidate = replace(candidate, recompute="full")
     stager = pricer.stager(candidate, pricer.setting(candidate).least)

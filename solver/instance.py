@@ -67,7 +67,7 @@ class Instance:
         known.alone |= {
             key: setting
             for key, setting in ours.alone.items()
-            if setting.cp * setting.ep == 1 and setting.tp <= inside
+            if setting.cp * setting.ep == 1 and setting.tp * setting.strides[2] <= inside
         }
         return other
 

@@ -7,6 +7,7 @@ from typing import get_args
 
 from autopar.ir.errors import InputError
 from autopar.ir.kernels import parse_kernels
+from autopar.ir.mesh import MESH_AXES
 from autopar.ir.plan import RecomputeName, ScheduleName
 from autopar.ir.schedules import DEEPENED
 from autopar.ir.zero_stages import parse_zero_stages, with_exceptions
@@ -34,8 +35,10 @@ CHOICE_PINS: Mapping[str, tuple[str, ...]] = {
     "shares": ("balanced", "equal"),
 }
 KERNEL_PIN = "kernel"
+AXES_PIN = "axis_order"
 GROUP_PIN = "group_order"
 ZERO_PIN = "zero_stages"
+TEXT_PINS = (KERNEL_PIN, GROUP_PIN, ZERO_PIN, AXES_PIN)
 ZERO_CHOICES = ("open", "equal")
 """Values of ``ZERO_PIN`` that name no blocks: each block has its own stage up to that of all, or
 all have one.
@@ -71,11 +74,13 @@ def check_pins(pin: Pins, cluster: Cluster, global_batch_size: int) -> None:
             parse_kernels(str(value))
         elif name == GROUP_PIN:
             pinned_order(pin, cluster)
+        elif name == AXES_PIN:
+            pinned_axes(pin)
         elif name == ZERO_PIN:
             if value not in ZERO_CHOICES:
                 parse_zero_stages(str(value))
         elif name not in INTEGER_PINS:
-            known = ", ".join((*INTEGER_PINS, *CHOICE_PINS, KERNEL_PIN, GROUP_PIN, ZERO_PIN))
+            known = ", ".join((*INTEGER_PINS, *CHOICE_PINS, *TEXT_PINS))
             raise InputError(f"nothing is called {name!r}, so that it cannot be pinned", hint=known)
         elif name not in OFFLOAD_PINS or value != OPEN:
             _check_integer(name, value)
@@ -123,6 +128,12 @@ def _check_groups(pin: Pins, cluster: Cluster) -> None:
                 "virtual stages",
                 hint=f"leave {name} open",
             )
+    if pinned_axes(pin) not in (None, MESH_AXES):
+        raise InputError(
+            f"axis_order={pin[AXES_PIN]!r} is pinned, but stages on several groups of nodes have "
+            "their ranks one after the other",
+            hint=f"axis_order={','.join(MESH_AXES)}",
+        )
     tp = int(pin.get("tp", 1))
     for group in cluster.groups:
         if group.num_gpus % tp:
@@ -196,6 +207,22 @@ def pinned_order(pin: Pins, cluster: Cluster) -> tuple[int, ...] | None:
         )
         raise InputError(f"group_order={pin[GROUP_PIN]!r} is pinned; it can be {known}")
     return tuple(map(names.index, wanted))
+
+
+def pinned_axes(pin: Pins) -> tuple[str, ...] | None:
+    """The order of the axes of the mesh that is pinned, outermost first; None where it is not.
+
+    Raises:
+        InputError: They are not the axes of a mesh.
+    """
+    if AXES_PIN not in pin:
+        return None
+    names = tuple(name.strip() for name in str(pin[AXES_PIN]).split(","))
+    if sorted(names) != sorted(MESH_AXES):
+        raise InputError(
+            f"axis_order={pin[AXES_PIN]!r} is pinned; it can be any order of {', '.join(MESH_AXES)}"
+        )
+    return names
 
 
 def fixes_gpus(degrees: Mapping[str, int]) -> bool:

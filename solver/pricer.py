@@ -99,6 +99,6 @@ class Pricer:
             costs,
             candidate.sites(self.cluster),
             dp=candidate.dp,
-            tp=candidate.tp,
+            stride=candidate.data_stride,
             micro_batch_size=candidate.micro_batch_size,
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 
 from autopar.ir.plan import critical_of, fullest_of
 from autopar.ir.plan_search import FATES, Alternative, DecisionValue, SearchReport
-from autopar.solver.candidates import Candidate
+from autopar.solver.candidates import Candidate, Placement
+from autopar.solver.pins import AXES_PIN
 from autopar.solver.predict import rank_predictions
 from autopar.solver.search_result import SearchResult
 from autopar.solver.solved import Solved
@@ -21,7 +23,7 @@ NUM_ALTERNATIVES = 5
 
 _DERIVED = (
     *("num_micro_batches", "recomputed_blocks", "recomputed_by_op", "loss_chunks", "chunks_open"),
-    *("gathered_again", "zero_stages", "zero_open", "offloaded_blocks"),
+    *("gathered_again", "zero_stages", "zero_open", "offloaded_blocks", "placements"),
 )
 """Fields of a candidate that follow from others, or are chosen with the layout."""
 
@@ -82,22 +84,20 @@ def _family(candidate: Candidate) -> Family:
     return candidate.pp, candidate.tp, candidate.zero_stage, candidate.schedule
 
 
-def search_report(
-    result: SearchResult, best: Solved, candidates: Sequence[Candidate]
-) -> SearchReport:
-    """What became of ``candidates``, those of the search."""
-    bounds = {**dict.fromkeys(candidates, math.inf), **result.bounds}
+def search_report(result: SearchResult, best: Solved) -> SearchReport:
+    """What became of the candidates of a search."""
+    bounds = dict(result.bounds)
     fates = dict.fromkeys(FATES, 0)
     for bound, step, candidate in result.left:
         bounds[candidate] = bound
         if not math.isfinite(bound):
-            fates["no_memory"] += 1
+            fates["no_memory"] += candidate.num_members
         elif bound < best.step_s:
-            fates["not_reached"] += 1
+            fates["not_reached"] += candidate.num_members
         else:
-            fates["roofline" if step <= 1 else "stages"] += 1
+            fates["roofline" if step <= 1 else "stages"] += candidate.num_members
     fates["no_layout"] = len(result.unsettled)
-    fates["solved"] = len(candidates) - sum(fates.values())
+    fates["solved"] = result.num_candidates - sum(fates.values())
     return SearchReport(fates=fates, values=tuple(_values(result, best, bounds)))
 
 
@@ -108,30 +108,38 @@ def _values(
     for field in fields(Candidate):
         if field.name in _DERIVED:
             continue
-        by_value: dict[object, list[float]] = {}
+        by_value: dict[object, list[tuple[float, int]]] = {}
         for candidate, bound in bounds.items():
-            for value in _decided(candidate, field.name):
-                by_value.setdefault(value, []).append(bound)
+            for value, number in _decided(candidate, field.name).items():
+                by_value.setdefault(value, []).append((bound, number))
         if len(by_value) == 1:
             continue
         for value in sorted(by_value, key=_order):
             steps = [s.step_s for s in result.solved if getattr(s.candidate, field.name) == value]
-            bound = min(by_value[value])
+            bound = min(bound for bound, _ in by_value[value])
             yield DecisionValue(
                 decision=field.name,
-                value=str(value),
-                num_candidates=len(by_value[value]),
+                value=_text(field.name, value),
+                num_candidates=sum(number for _, number in by_value[value]),
                 bound_s=bound if math.isfinite(bound) else None,
                 step_s=min(steps, default=None),
                 chosen=getattr(best.candidate, field.name) == value,
             )
 
 
-def _decided(candidate: Candidate, name: str) -> tuple[object, ...]:
-    """The values that a decision may have in a candidate."""
+def _decided(candidate: Candidate, name: str) -> Mapping[object, int]:
+    """The values that a decision may have in a candidate, and how many candidates that it stands
+    for have each.
+    """
     if name == "zero_stage" and candidate.zero_open:
-        return tuple(range(1, candidate.zero_stage + 1))
-    return (getattr(candidate, name),)
+        return dict.fromkeys(range(1, candidate.zero_stage + 1), candidate.num_members)
+    if name in Placement._fields and candidate.placements:
+        return Counter(getattr(own, name) for own in candidate.placements)
+    return {getattr(candidate, name): candidate.num_members}
+
+
+def _text(name: str, value: object) -> str:
+    return ",".join(value) if name == AXES_PIN and isinstance(value, tuple) else str(value)
 
 
 def _order(value: object) -> tuple[int, int, str]:

@@ -56,7 +56,12 @@ class Refiner:
         return math.isfinite(self.rough(candidate)) and math.isfinite(self.stages(candidate))
 
     def solve(self, candidate: Candidate) -> Solved | None:
-        """See ``Solver``."""
+        """See ``Solver``; of what leaves its placement open, in that with the lowest bound."""
+        members = candidate.members()
+        if len(members) > 1:
+            candidate = min(members, key=self.stages)
+        else:
+            (candidate,) = members
         return self._of(candidate).solver.solve(candidate)
 
     def solve_anyway(self, candidate: Candidate) -> Solved:

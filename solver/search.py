@@ -28,6 +28,9 @@ MAX_SOLVED = 48
 _MEETING = 1024
 """Steps of refinement between two meetings with another search."""
 
+_OPENED = 4
+"""Step of refinement after which a candidate that leaves its placement open is split."""
+
 _FIRST_MESHES = 4
 """Meshes of which one candidate is solved before its turn: what is slower than a plan that is known
 need not be known exactly.
@@ -92,7 +95,8 @@ class _Run:
         cutoff_s: float,
     ) -> None:
         self.refiner, self.progress = refiner, progress
-        self.candidates, self.cutoff_s = candidates, cutoff_s
+        self.candidates, self.cutoff_s = list(candidates), cutoff_s
+        self.num_candidates = sum(candidate.num_members for candidate in candidates)
         self.refine = (refiner.scalar, refiner.stages, refiner.layouts, refiner.fitted)
         order = sorted(range(len(candidates)), key=lambda n: (candidates[n].micro_batch_size, n))
         self.queue = [(refiner.rough(candidates[number]), number, 0) for number in order]
@@ -135,7 +139,7 @@ class _Run:
                 meshes.setdefault(mesh, []).append(candidate)
         for own in list(meshes.values())[:_FIRST_MESHES]:
             for candidate in sorted(own, key=lambda found: found.zero_stage != 1)[:2]:
-                if self._start(candidate):
+                if self._start(candidate.members()[0]):
                     break
 
     def _start(self, candidate: Candidate) -> bool:
@@ -168,6 +172,9 @@ class _Run:
         self.num_steps += 1
         bound, number, step = heapq.heappop(self.queue)
         candidate = self.candidates[number]
+        if step == _OPENED and candidate.placements:
+            self.split(bound, candidate)
+            return
         if step < len(self.refine):
             bound = max(bound, self.refine[step](candidate, min(self.best_s, self.useful_s)))
             heapq.heappush(self.queue, (bound, number, step + 1))
@@ -184,6 +191,12 @@ class _Run:
         self.solved.append(solved)
         if solved.step_s < self.best_s:
             self.best = candidate, solved
+
+    def split(self, bound: float, candidate: Candidate) -> None:
+        """Search all that a candidate stands for; none is below its bound."""
+        for own in candidate.members():
+            heapq.heappush(self.queue, (bound, len(self.candidates), 0))
+            self.candidates.append(own)
 
     def result(self) -> SearchResult:
         """What was found in the end."""
@@ -204,7 +217,7 @@ class _Run:
             bound_s=min(lowest, default=math.inf),
             solved=solved,
             bounds=self.bounds,
-            num_candidates=len(self.candidates),
+            num_candidates=self.num_candidates,
             left=left,
             unsettled=self.unsettled,
         )

@@ -67,4 +67,5 @@ class SettingStore:
             micro_batch_size=candidate.micro_batch_size,
             reduce_itemsize=self.reduce_itemsize,
             way=candidate.way,
+            strides=candidate.layout_strides,
         )

@@ -87,6 +87,7 @@ class Setting:
     least: BlockCosts
     whole: BlockCosts  # ``least`` where the loss is in one chunk
     way: Way
+    strides: tuple[int, int, int]  # by how much neighbors on the three axes differ
     _solutions: dict[tuple[RecomputeName, tuple[MemoryLimit, ...]], Solution] = field(
         default_factory=dict
     )
@@ -158,7 +159,7 @@ class Setting:
         again = self.coster.again
         if by_op:
             again = self.facts.computed_again("selective_op", parse_kernels(self.way.kernels))
-        outside = typed_outside(self.axes, self.coster, cp=self.cp, ep=self.ep)
+        outside = typed_outside(self.axes, self.coster, self.strides, cp=self.cp, ep=self.ep)
         coster = replace(
             self.coster, again=again, gathers_again=gathers or self.coster.gathers_again
         )
@@ -255,7 +256,13 @@ class Setting:
         if not isinstance(region, LossRegion):
             return None
         batch = self.micro_batch_size
-        comm = self.axes.comm(cp=self.cp, ep=self.ep, tp=self.tp, micro_batch_size=batch)
+        comm = self.axes.comm(
+            cp=self.cp,
+            ep=self.ep,
+            tp=self.tp,
+            micro_batch_size=batch,
+            strides=self.strides[:2],
+        )
         return chunked_cost(
             own, region, self.problem, solution, self.coster, comm, num_chunks=num_chunks
         )
@@ -547,8 +554,13 @@ def make_setting(
     micro_batch_size: int,
     reduce_itemsize: int,
     way: Way,
+    strides: tuple[int, int, int] | None = None,
 ) -> Setting:
-    """The setting of these degrees, a micro-batch size, and a way of computing."""
+    """The setting of these degrees, a micro-batch size, and a way of computing; ``strides``: by how
+    much neighbors on the context, expert and tensor axis differ, the last inside the others by
+    default.
+    """
+    strides = strides or (ep * tp, tp, 1)
     coster = layout_coster(
         facts,
         cluster,
@@ -556,8 +568,9 @@ def make_setting(
         micro_batch_size=micro_batch_size,
         reduce_itemsize=reduce_itemsize,
         way=way,
+        stride=strides[2],
     )
-    problem = layout_problem(facts, axes, coster, cp=cp, ep=ep, way=way)
+    problem = layout_problem(facts, axes, coster, strides, cp=cp, ep=ep, way=way)
     whole = least = least_costs(facts, problem, least_kind_costs(problem))
     if way.loss_chunks != 1:
         least = least_in_chunks(facts, problem, least, way.loss_chunks or min(NUMBERS))
@@ -574,6 +587,7 @@ def make_setting(
         least=least,
         whole=whole,
         way=way,
+        strides=strides,
     )
 
 
@@ -585,13 +599,14 @@ def layout_coster(
     micro_batch_size: int,
     reduce_itemsize: int,
     way: Way,
+    stride: int = 1,
 ) -> Coster:
     """Costs on the tensor axis, by the kernels of ``way``."""
     kernels = parse_kernels(way.kernels)
     return Coster(
         Kernels(cluster.hardware),
         Links(cluster),
-        group_of(cluster, size=tp, stride=1),
+        group_of(cluster, size=tp, stride=stride),
         micro_batch_size,
         reduce_itemsize,
         facts.styles(kernels),
@@ -601,10 +616,17 @@ def layout_coster(
 
 
 def layout_problem(
-    facts: ModelFacts, axes: TypedAxes, coster: Coster, *, cp: int, ep: int, way: Way
+    facts: ModelFacts,
+    axes: TypedAxes,
+    coster: Coster,
+    strides: tuple[int, int, int],
+    *,
+    cp: int,
+    ep: int,
+    way: Way,
 ) -> Problem:
     """The problem of the tensor axis, for ranks that cost what ``coster`` says."""
-    outside = typed_outside(axes, coster, cp=cp, ep=ep)
+    outside = typed_outside(axes, coster, strides, cp=cp, ep=ep)
     return make_problem(facts, tensor_axis(coster, way), coster, *outside)
 
 
@@ -620,8 +642,14 @@ def tensor_axis(coster: Coster, way: Way) -> AxisRule:
 
 
 def typed_outside(
-    axes: TypedAxes, coster: Coster, *, cp: int, ep: int
+    axes: TypedAxes, coster: Coster, strides: tuple[int, int, int], *, cp: int, ep: int
 ) -> tuple[OuterAxes, OuterComm]:
     """The axes that are typed before the tensor axis of ``coster``, and what they send."""
-    comm = axes.comm(cp=cp, ep=ep, tp=coster.group.size, micro_batch_size=coster.batch)
+    comm = axes.comm(
+        cp=cp,
+        ep=ep,
+        tp=coster.group.size,
+        micro_batch_size=coster.batch,
+        strides=strides[:2],
+    )
     return axes.outer(cp=cp, ep=ep), comm

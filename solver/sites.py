@@ -160,6 +160,24 @@ def _sites_of(cluster: Cluster, order: tuple[int, ...], pp: int, ranks_per_stage
     )
 
 
+def border_between(sites: Sites, stage: int, *, pp: int, stride: int, outermost: bool) -> Border:
+    """The border of ``sites`` after a stage, where ranks that have the same place on two stages are
+    ``stride`` apart; stages are as ``sites`` says where they are ``outermost``.
+    """
+    border = sites.borders[stage]
+    if outermost:
+        return border
+    (cluster,) = border.site
+    per_node, all_stages = cluster.gpus_per_node, pp * stride
+    if per_node % all_stages == 0:
+        crosses = False
+    elif all_stages % per_node or stage == pp - 1:
+        crosses = True
+    else:
+        crosses = stride >= per_node or (stage + 1) * stride % per_node == 0
+    return replace(border, crosses_nodes=crosses and cluster.nodes > 1)
+
+
 @functools.lru_cache(maxsize=256)
 def _across(group: Cluster, between: Network) -> Cluster:
     """Nodes of a group whose ranks talk to those of others."""

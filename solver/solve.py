@@ -211,7 +211,7 @@ def make_plan(
             best, model, cluster, training, global_batch_size=global_batch_size, seq_len=seq_len
         ),
         alternatives=alternatives(result, best, more),
-        search=search_report(result, best, instance.candidates),
+        search=search_report(result, best),
         what_if=shadow_prices(instance, best) if what_if else (),
     )
 

@@ -26,6 +26,7 @@ from autopar.solver.pins import (
     pinned_degrees,
     pinned_order,
 )
+from autopar.solver.placements import placements, undominated
 from autopar.solver.shares import unequal_shares
 
 LONG_SEQUENCE = 32768
@@ -81,7 +82,7 @@ def _without(pin: Pins, name: str) -> Pins:
 
 
 def _meshes(cluster: Cluster, model: Divisible, pin: Pins) -> Iterator[Mesh]:
-    """All meshes; ZeRO shards over all data ranks unless pinned otherwise."""
+    """All meshes; of those that shard over data ranks the one that shards over most."""
     degrees = pinned_degrees(pin)
     gpus = cluster.num_gpus
     if fixes_gpus(degrees):
@@ -98,8 +99,7 @@ def _meshes(cluster: Cluster, model: Divisible, pin: Pins) -> Iterator[Mesh]:
             for cp in _context_degrees(gpus // pp // tp, degrees, model):
                 for ep in _expert_degrees(gpus // pp // tp // cp, degrees, model):
                     dp = gpus // pp // tp // cp // ep
-                    in_node = max(1, cluster.gpus_per_node // (tp * cp * ep))
-                    for replicate, shard in _data_degrees(dp, in_node, degrees):
+                    for replicate, shard in _data_degrees(dp, degrees):
                         yield Mesh(
                             pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, ep=ep, tp=tp
                         )
@@ -128,9 +128,9 @@ def _expert_degrees(gpus: int, degrees: Mapping[str, int], model: Divisible) -> 
     return tuple(ep for ep in divisors(gpus) if model.num_experts % ep == 0)
 
 
-def _data_degrees(dp: int, in_node: int, degrees: Mapping[str, int]) -> Iterator[tuple[int, int]]:
-    """(dp_replicate, dp_shard): sharded over none of the data ranks, over those of a node, or over
-    all, unless they are pinned.
+def _data_degrees(dp: int, degrees: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+    """(dp_replicate, dp_shard): sharded over none of the data ranks, or over all of them, which
+    ``placements`` splits; unless they are pinned.
     """
     if "dp_replicate" in degrees or "dp_shard" in degrees:
         replicate = degrees.get("dp_replicate") or dp // degrees["dp_shard"] or 1
@@ -138,7 +138,7 @@ def _data_degrees(dp: int, in_node: int, degrees: Mapping[str, int]) -> Iterator
         if replicate * shard == dp:
             yield replicate, shard
         return
-    for shard in sorted({1, math.gcd(dp, in_node), dp}):
+    for shard in sorted({1, dp}):
         yield dp // shard, shard
 
 
@@ -176,16 +176,23 @@ def _of_mesh(
     gather_again = None if recompute == "blocks" else False
     if "gather_again" in pin:
         gather_again = bool(pin["gather_again"])
-    in_order = cluster.reordered(order)
+    in_order, found = cluster.reordered(order), placements(cluster, mesh, pin)
+    placed_of = {
+        is_sharded: undominated(in_order, mesh, found, is_sharded=is_sharded)
+        for is_sharded in (False, True)
+    }
     offloads = tuple(_offloads(pin, most=model.num_blocks // mesh.pp))
     for micro_batch_size, number, shares in _divisions(in_order, mesh, global_batch_size, pin):
         for zero_stage, zero_stages, zero_open in _zero_choices(mesh, model, pin, shares):
+            placed = placed_of[zero_stage > 0]
             schedules = _schedules(mesh.pp, model, pin, is_mixed=bool(order))
             for (schedule, virtual), (state, away) in itertools.product(schedules, offloads):
                 candidate = Candidate(
                     pp=mesh.pp,
-                    dp_replicate=mesh.dp_replicate,
-                    dp_shard=mesh.dp_shard,
+                    dp_replicate=placed[0].dp_replicate,
+                    dp_shard=placed[0].dp_shard,
+                    axis_order=placed[0].axis_order,
+                    placements=placed if len(placed) > 1 else (),
                     cp=mesh.cp,
                     ep=mesh.ep,
                     tp=mesh.tp,

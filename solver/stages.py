@@ -8,16 +8,17 @@ different kinds, a row of them for each stage (``sites``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.ir.mesh import CONTEXT_AXIS, EXPERT_AXIS, REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS
 from autopar.ir.moves import Collective
 from autopar.ir.offload import ACTIVATION_BUFFERS
 from autopar.solver.candidates import Candidate
-from autopar.solver.costs.comm import Group, Links, group_of
+from autopar.solver.costs.comm import Group, Links
 from autopar.solver.costs.memory import (
     Elements,
     Itemsizes,
@@ -34,7 +35,7 @@ from autopar.solver.hardware import Cluster
 from autopar.solver.in_flight import in_flight, in_parts
 from autopar.solver.reach import Floor
 from autopar.solver.runs import Bools, Ints, Rounds, Runs, prefixes
-from autopar.solver.sites import Border, Sites
+from autopar.solver.sites import Border, Sites, border_between
 
 ROUNDED_BYTES = 16
 """Each cause of ``bytes_by_cause`` is rounded down: no sum of them is so much below the account."""
@@ -139,11 +140,24 @@ class Stager:
 
     @functools.cached_property
     def _gather_s(self) -> Floats:
-        return self.sites.most(self._gather_on_s)
+        return self._traffic_s("gather", lambda own: own.sites.most(own._gather_on_s))
 
     @functools.cached_property
     def _reduce_s(self) -> Floats:
-        return self.sites.most(self._reduce_on_s)
+        return self._traffic_s("reduce", lambda own: own.sites.most(own._reduce_on_s))
+
+    def _traffic_s(self, name: str, seconds: Callable[[Stager], Floats]) -> Floats:
+        """Of gathers or reductions, at the least of the placements that are open; what shares costs
+        of blocks and the mesh has the same.
+        """
+        known, candidate = self.costs.known_traffic, self.candidate
+        mesh = candidate.pp, candidate.dp_replicate, candidate.dp_shard, candidate.axis_order
+        is_sharded, order = candidate.zero_stage > 0, candidate.group_order
+        key = (name, self.cluster, is_sharded, order, *mesh, candidate.placements)
+        if key not in known:
+            found = [seconds(replace(self, candidate=own)) for own in candidate.members()]
+            known[key] = functools.reduce(np.minimum, found)
+        return known[key]
 
     def _gather_on_s(self, cluster: Cluster) -> Floats:
         gathering = self._collective_s(cluster, Collective.ALL_GATHER, self.sizes.compute)
@@ -159,8 +173,7 @@ class Stager:
         scattered = self._collective_s(cluster, Collective.REDUCE_SCATTER, itemsize)
         if candidate.dp_replicate == 1:
             return scattered
-        stride = candidate.tp * candidate.num_shards
-        group = group_of(cluster, size=candidate.dp_replicate, stride=stride)
+        group = candidate.group(cluster, (REPLICATE_AXIS,))
         num_bytes = self._shard_numel(self.costs.numel, self.costs.expert_numel) * itemsize
         return scattered + _seconds_of(Links(cluster), Collective.ALL_REDUCE, num_bytes, group)
 
@@ -169,15 +182,15 @@ class Stager:
         candidate = self.candidate
         if candidate.zero_stage == 0 and collective is Collective.ALL_GATHER:
             return np.zeros(self.costs.num_blocks)
-        ranks = (candidate.dp_shard if candidate.zero_stage else candidate.dp) * candidate.cp
+        axes: tuple[str, ...] = (SHARD_AXIS, CONTEXT_AXIS)
+        if candidate.zero_stage == 0:
+            axes = (REPLICATE_AXIS, *axes)
         links, experts = Links(cluster), self.costs.expert_numel * itemsize
-        group = group_of(cluster, size=ranks * candidate.ep, stride=candidate.tp)
+        group = candidate.group(cluster, (*axes, EXPERT_AXIS))
         total = _seconds_of(links, collective, self.costs.numel * itemsize - experts, group)
         if not experts.any():
             return total
-        stride = candidate.tp * candidate.ep
-        apart = group_of(cluster, size=ranks, stride=stride)
-        return total + _seconds_of(links, collective, experts, apart)
+        return total + _seconds_of(links, collective, experts, candidate.group(cluster, axes))
 
     def _shard_numel(self, numel: Floats, expert_numel: Floats) -> Floats:
         """Elements of a rank's ZeRO shards."""
@@ -253,55 +266,76 @@ class Stager:
 
     def border_s(self, block: int, border: int) -> float:
         """Seconds until what passes from before ``block`` to it and after is on the next stage."""
-        return float(self._borders(self.sites.borders[border])[block])
+        return float(self._borders(border)[block])
 
     def borders_s(self, cuts: Ints) -> Floats:
         """The same of the first blocks of stages: of each choice of cuts, a row with a number for
         each border.
         """
-        places = self.sites.borders[: cuts.shape[1]]
-        kinds = list(dict.fromkeys(places))
+        ways = self._ways_over[: cuts.shape[1]]
+        kinds = {way: self._borders(border) for border, way in enumerate(ways)}
         if not kinds:
             return np.zeros(cuts.shape)
-        table = np.stack([self._borders(place) for place in kinds])
-        found: Floats = table[[kinds.index(place) for place in places], cuts]
+        places = list(kinds)
+        found: Floats = np.stack(list(kinds.values()))[[places.index(way) for way in ways], cuts]
         return found
 
-    def _borders(self, place: Border) -> Floats:
-        """Of every block; what shares costs of blocks, tensor ranks and ranks of a stage has the
+    @functools.cached_property
+    def _ways_over(self) -> tuple[tuple[tuple[Border, int], ...], ...]:
+        """For each border what a message goes through, and how many ranks are between two with the
+        same place on neighboring stages: of each placement that is open.
+        """
+        candidate, found = self.candidate, list[tuple[tuple[Border, int], ...]]()
+        strides = sorted({own.stage_stride for own in candidate.members()})
+        for stage in range(candidate.pp):
+            borders = {
+                border_between(
+                    self.sites,
+                    stage,
+                    pp=candidate.pp,
+                    stride=stride,
+                    outermost=stride == candidate.ranks_per_stage,
+                ): stride
+                for stride in strides
+            }
+            found.append(tuple(borders.items()))
+        return tuple(found)
+
+    def _borders(self, border: int) -> Floats:
+        """Of every block; what shares costs of blocks, tensor ranks and ways over a border has the
         same.
         """
         known = self.costs.known_borders
-        key = (place, self.candidate.tp, self.candidate.ranks_per_stage)
+        key = (self._ways_over[border], self.candidate.tp, self.candidate.layout_strides)
         if key not in known:
             pairs = list(
                 zip(self.costs.sent_bytes.tolist(), self.costs.gathered_bytes.tolist(), strict=True)
             )
-            seconds = {pair: self._border_s(*pair, place) for pair in set(pairs)}
+            seconds = {pair: self._border_s(*pair, border) for pair in set(pairs)}
             known[key] = np.array([seconds[pair] for pair in pairs])
         return known[key]
 
-    def _border_s(self, sent: float, gathered: float, place: Border) -> float:
+    def _border_s(self, sent: float, gathered: float, border: int) -> float:
         gather_s = max(
             Links(cluster).seconds(
-                Collective.ALL_GATHER, gathered, group_of(cluster, size=self.candidate.tp, stride=1)
+                Collective.ALL_GATHER, gathered, self.candidate.group(cluster, (TENSOR_AXIS,))
             )
-            for cluster in place.site
+            for cluster in self.sites.borders[border].site
         )
-        return self._message_s(sent, place) + gather_s
+        return self.message_s(sent, border) + gather_s
 
     def message_s(self, num_bytes: float, border: int) -> float:
         """Seconds of a message of a rank from stage ``border`` to the next."""
-        return self._message_s(num_bytes, self.sites.borders[border])
-
-    def _message_s(self, num_bytes: float, place: Border) -> float:
-        return max(
-            Links(cluster).message_seconds(
-                num_bytes,
-                crosses_nodes=place.crosses_nodes,
-                sharing=min(self.candidate.ranks_per_stage, cluster.gpus_per_node),
+        return min(
+            max(
+                Links(cluster).message_seconds(
+                    num_bytes,
+                    crosses_nodes=place.crosses_nodes,
+                    sharing=min(stride, cluster.gpus_per_node),
+                )
+                for cluster in place.site
             )
-            for cluster in place.site
+            for place, stride in self._ways_over[border]
         )
 
     # Bytes

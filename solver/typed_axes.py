@@ -70,18 +70,29 @@ class TypedAxes:
             self._outer[cp, ep] = OuterAxes(tuple(axes.values()))
         return self._outer[cp, ep]
 
-    def comm(self, *, cp: int, ep: int, tp: int, micro_batch_size: int) -> OuterComm:
-        """What both axes send, with a tensor axis inside them that is not typed yet."""
+    def comm(
+        self,
+        *,
+        cp: int,
+        ep: int,
+        tp: int,
+        micro_batch_size: int,
+        strides: tuple[int, int] | None = None,
+    ) -> OuterComm:
+        """What both axes send, with a tensor axis that is not typed yet: inside them, unless
+        ``strides`` says by how much neighbors on the context and the expert axis differ.
+        """
         if cp * ep == 1:
             return NO_COMM
         if (cp, ep) not in self._traffic:
             axes = _axes(self.typings(cp=cp, ep=ep), cp=cp, ep=ep)
             self._traffic[cp, ep] = outer_traffic(self.facts.model, axes)
         costers = {}
+        of_context, of_experts = strides or (ep * tp, tp)
         if ep > 1:
-            costers[EXPERT_AXIS] = self._coster(ep, tp, micro_batch_size * ep)
+            costers[EXPERT_AXIS] = self._coster(ep, of_experts, micro_batch_size * ep)
         if cp > 1:
-            costers[CONTEXT_AXIS] = self._coster(cp, ep * tp, micro_batch_size)
+            costers[CONTEXT_AXIS] = self._coster(cp, of_context, micro_batch_size)
         return OuterComm(traffic=self._traffic[cp, ep], costers=costers, size=tp)
 
     def _expert_typing(self, ep: int) -> AxisTyping:

@@ -89,7 +89,7 @@ def compute_bound_s(stager: Stager, times: StageTimes, cuts: Sequence[tuple[int,
     rounds = rounds_of(cuts, stager.candidate.pp)
     nothing: Floats = np.zeros((len(cuts), stager.candidate.pp))
     work = stager.candidate.num_micro_batches * rounds.sums(times.both)
-    busy = _busy_s(stager, times, cuts, rounds, work=work, once=nothing, reduce=None)
+    busy = _busy_s(stager, times, cuts, rounds, work=work, once=nothing, traffic=False)
     return float(busy.max(axis=1).min())
 
 
@@ -100,7 +100,8 @@ def cut_bounds_s(
     out.
 
     Every stage waits for the first micro-batch to pass the virtual stages before its first one, and
-    to come back through them, and has its work in between. Its gathers and reductions between the
+    to come back through them, and has its work in between; before it comes the gather of what is
+    used first, after it the reduction of the same. Its other gathers and reductions between the
     first forward and the last backward run beside its work, which they slow down, or make it wait
     once more; by themselves they take as long as they take. For backwards in two parts see
     ``_parts_s``.
@@ -115,7 +116,7 @@ def cut_bounds_s(
     beside, stream = _traffic_s(stager, rounds)
     work = candidate.num_micro_batches * (rounds.sums(times.both) + again) + beside
     once = rounds.sums(stager.once_s()) + stager.sites.step_s
-    busy = _busy_s(stager, times, cuts, rounds, work=work, once=once, reduce=stager.reduce_s())
+    busy = _busy_s(stager, times, cuts, rounds, work=work, once=once, traffic=True)
     found: Floats = np.maximum(busy, stream + once).max(axis=1)
     return found
 
@@ -128,19 +129,32 @@ def _busy_s(
     *,
     work: Floats,
     once: Floats,
-    reduce: Floats | None,
+    traffic: bool,
 ) -> Floats:
     """Of each choice of cuts and stage: ``work`` between the first micro-batch's way to it and
-    back, and ``once`` after it; ``reduce`` has the seconds of each block's reduction, if any.
+    back, and ``once`` after it; ``traffic``: with gathers and reductions.
     """
     hops = 2 * stager.borders_s(np.array(cuts)[:, 1 : stager.candidate.pp])
     each = rounds.each
     first = Runs(stage=rounds.stage, first=each.first[:, 0], end=each.end[:, 0])
     if stager.candidate.has_parts:
-        return _parts_s(stager, times, first, hops, work=work, once=once, reduce=reduce)
-    before = _passed_s(first.sums(times.both), hops)
+        return _parts_s(stager, times, first, hops, work=work, once=once, traffic=traffic)
+    passed = _passed_s(first.sums(times.both), hops)
     returned = _passed_s(first.sums(times.backward), hops)
-    return before + work + np.maximum(0.0, once - returned)
+    if not traffic:
+        return passed + work + np.maximum(0.0, once - returned)
+    once = once + _at_first(stager, first, stager.reduce_s())
+    gathered = _at_first(stager, first, stager.gather_s())
+    left = _passed_s(first.sums(np.maximum(0.0, times.both - times.forward)), hops / 2)
+    found: Floats = passed + work + np.maximum(0.0, once - returned)
+    return np.maximum(found, gathered + work + np.maximum(left, once))
+
+
+def _at_first(stager: Stager, first: Runs, seconds: Floats) -> Floats:
+    """Of what each stage gathers before its first forward, and reduces after its last backward: the
+    first block of its first virtual stage, or all of that.
+    """
+    return first.at_first(seconds) if stager.candidate.per_block else first.sums(seconds)
 
 
 def _parts_s(
@@ -151,7 +165,7 @@ def _parts_s(
     *,
     work: Floats,
     once: Floats,
-    reduce: Floats | None,
+    traffic: bool,
 ) -> Floats:
     """(A) and (Q) of ``zero_bubble``, of stages with ``work`` in all and ``once`` after it: of the
     virtual stages before theirs only those of the first round come before it, and their input parts
@@ -160,12 +174,15 @@ def _parts_s(
     num, pp = stager.candidate.num_micro_batches, stager.candidate.pp
     forward = first.sums(np.maximum(0.0, times.both - times.backward))
     one_way = _passed_s(np.zeros(forward.shape), hops) / 2
-    ended = _passed_s(forward, hops) - one_way + work + once
+    arrived = _passed_s(forward, hops) - one_way
+    if traffic:
+        arrived = np.maximum(arrived, _at_first(stager, first, stager.gather_s()))
+    ended = arrived + work + once
     if num < pp:  # then weight parts of other rounds are left at the end, too
         return ended
     left, end = 1 + first.stage, first.sums(times.weight)[:, :1]
-    if reduce is not None:
-        end = np.maximum(end, first.sums(reduce)[:, :1])
+    if traffic:
+        end = np.maximum(end, first.sums(stager.reduce_s())[:, :1])
     end = end + once[:, :1]
     back = _passed_s(first.sums(times.input), hops) - one_way + end
     waits = left * np.maximum(0.0, first.sums(times.both) - first.sums(times.early))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 
@@ -20,7 +21,9 @@ def warm_candidates(old: Plan, candidates: Sequence[Candidate]) -> tuple[Candida
     and the GPUs there are: they are kept where they can be, and so are unequal shares. ``old`` may
     be for another cluster, batch or model.
     """
-    return tuple(sorted(candidates, key=lambda candidate: _distance(old, candidate))[:NUM_STARTS])
+    nearest = heapq.nsmallest(NUM_STARTS, candidates, key=lambda found: _distance(old, found))
+    members = [own for candidate in nearest for own in candidate.members()]
+    return tuple(sorted(members, key=lambda own: _distance(old, own))[:NUM_STARTS])
 
 
 def _distance(old: Plan, candidate: Candidate) -> tuple[float, ...]:
@@ -37,8 +40,9 @@ def _distance(old: Plan, candidate: Candidate) -> tuple[float, ...]:
         float(candidate.zero_stage != schedule.zero_stage and not candidate.zero_open),
         _factor(candidate.micro_batch_size, old.batch.micro_batch_size),
         float(candidate.recompute not in (schedule.recompute, blocks)),
-        _factor(candidate.dp_shard, mesh.dp_shard),
+        min(_factor(own.dp_shard, mesh.dp_shard) for own in candidate.placements or (candidate,)),
         float(bool(candidate.shares) != bool(old.batch.shares)),
+        float(candidate.axis_order != mesh.axis_order and not candidate.placements),
     )
 
 

@@ -75,7 +75,7 @@ class SearchArguments(TypedDict, total=False):
         pin: Decisions to fix: ``tp, pp, cp, ep, dp_replicate, dp_shard, micro_batch_size,
             zero_stage, recompute, schedule, virtual_stages, extra_in_flight, sequence_parallel,
             loss_parallel, loss_chunks, offload_optimizer, offload_activations, gather_again,
-            kernel, cuts, shares, group_order, zero_stages, precision, comm_precision,
+            kernel, cuts, shares, group_order, axis_order, zero_stages, precision, comm_precision,
             grads_fp32``.
     """
 

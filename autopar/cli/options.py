@@ -30,7 +30,7 @@ CHOICE_PINS = {
     "cuts": ("balanced", "even"),
     "shares": ("balanced", "equal"),
 }
-TEXT_PINS = ("kernel", "group_order", "zero_stages")
+TEXT_PINS = ("kernel", "group_order", "axis_order", "zero_stages")
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:

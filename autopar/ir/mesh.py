@@ -1,9 +1,9 @@
-"""The device mesh: named axes over ranks, the outermost first, the last axis varying fastest."""
+"""The device mesh: named axes over ranks, in some order, of which the last varies fastest."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.errors import InputError
@@ -18,7 +18,9 @@ DATA_AXIS = "dp"
 """The calculus sees both data axes as one: ``dp`` is ``dp_replicate`` × ``dp_shard``, flattened."""
 
 MESH_AXES = (PIPELINE_AXIS, REPLICATE_AXIS, SHARD_AXIS, CONTEXT_AXIS, EXPERT_AXIS, TENSOR_AXIS)
-"""All axes of a mesh, outermost first: tensor-parallel ranks are neighbours inside a node."""
+"""All axes of a mesh, outermost first, as they are numbered unless a mesh says otherwise:
+tensor-parallel ranks are neighbors inside a node.
+"""
 
 LAYOUT_AXES = (DATA_AXIS, CONTEXT_AXIS, EXPERT_AXIS, TENSOR_AXIS)
 """The axes on which tensors have states, outermost first."""
@@ -36,7 +38,9 @@ def combined_axis(axes: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Degrees of the mesh axes. Rank r has the coordinates of r in mixed radix, ``tp`` fastest."""
+    """Degrees of the mesh axes. Rank r has the coordinates of r in mixed radix, the last axis of
+    ``axis_order`` fastest: which axes lie inside of a node, as ranks are numbered node after node.
+    """
 
     pp: int = 1
     dp_replicate: int = 1
@@ -44,8 +48,14 @@ class Mesh:
     cp: int = 1
     ep: int = 1
     tp: int = 1
+    axis_order: tuple[str, ...] = MESH_AXES
 
     def __post_init__(self) -> None:
+        if sorted(self.axis_order) != sorted(MESH_AXES):
+            raise InputError(
+                f"the axes of a mesh are {', '.join(MESH_AXES)}, each once; its order is "
+                f"{', '.join(self.axis_order) or 'empty'}"
+            )
         for axis in MESH_AXES:
             if self.size(axis) < 1:
                 raise InputError(
@@ -100,7 +110,7 @@ class Mesh:
             raise InputError(f"rank {rank} is outside a mesh of {self.num_ranks} ranks")
         found: dict[str, int] = {}
         rest = rank
-        for axis in reversed(MESH_AXES):
+        for axis in reversed(self.axis_order):
             rest, found[axis] = divmod(rest, self.size(axis))
         found[DATA_AXIS] = found[REPLICATE_AXIS] * self.dp_shard + found[SHARD_AXIS]
         return found
@@ -112,28 +122,57 @@ class Mesh:
 
     def rank_at(self, *, pp: int = 0, dp: int = 0, cp: int = 0, ep: int = 0, tp: int = 0) -> int:
         """The rank at these coordinates (``dp`` flattened)."""
-        rank = pp
-        for axis, at in ((DATA_AXIS, dp), (CONTEXT_AXIS, cp), (EXPERT_AXIS, ep), (TENSOR_AXIS, tp)):
-            rank = rank * self.size(axis) + at
-        return rank
+        replica, shard = divmod(dp, self.dp_shard)
+        at = {PIPELINE_AXIS: pp, REPLICATE_AXIS: replica, SHARD_AXIS: shard}
+        return self._rank_of(at | {CONTEXT_AXIS: cp, EXPERT_AXIS: ep, TENSOR_AXIS: tp})
 
     def on_stage(self, rank: int, stage: int) -> int:
         """The rank of ``stage`` with all other coordinates as those of ``rank``."""
-        per_stage = self.num_ranks // self.pp
-        return stage * per_stage + rank % per_stage
+        return self._rank_of(self.coordinates(rank) | {PIPELINE_AXIS: stage})
+
+    def place_on_stage(self, rank: int) -> int:
+        """The place of ``rank`` among all ranks of its stage."""
+        at = self.coordinates(rank)
+        axes = [axis for axis in self.axis_order if axis != PIPELINE_AXIS]
+        return self._mixed_radix(axes, at)
+
+    def stride(self, axis: str) -> int:
+        """By how much the ranks of two neighbors on a mesh axis differ."""
+        inner = self.axis_order[self.axis_order.index(axis) + 1 :]
+        return math.prod(self.size(name) for name in inner)
+
+    @property
+    def stage_stride(self) -> int:
+        """By how much ranks differ that have the same place on two neighboring stages."""
+        return self.num_ranks if self.pp == 1 else self.stride(PIPELINE_AXIS)
+
+    @property
+    def data_stride(self) -> int:
+        """By how much ranks differ that are neighbors on the data axes."""
+        return self.stride(SHARD_AXIS if self.dp_shard > 1 else REPLICATE_AXIS)
+
+    def _rank_of(self, at: Mapping[str, int]) -> int:
+        return self._mixed_radix(self.axis_order, at)
+
+    def _mixed_radix(self, axes: Sequence[str], at: Mapping[str, int]) -> int:
+        number = 0
+        for axis in axes:
+            number = number * self.size(axis) + at[axis]
+        return number
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """The groups of ranks that differ only in ``axis``, each in order of its coordinate.
 
         The order of groups is the same on every rank, so that process groups can be made from it.
         """
-        members: dict[tuple[int, ...], list[int]] = {}
-        varying = set(_mesh_axes(axis))
+        members: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
+        varying = _mesh_axes(axis)
         for rank in range(self.num_ranks):
             at = self.coordinates(rank)
             key = tuple(at[other] for other in MESH_AXES if other not in varying)
-            members.setdefault(key, []).append(rank)
-        return tuple(tuple(ranks) for ranks in members.values())
+            own = tuple(at[name] for name in varying)
+            members.setdefault(key, []).append((own, rank))
+        return tuple(tuple(rank for _, rank in sorted(ranks)) for ranks in members.values())
 
 
 def _mesh_axes(axis: str) -> list[str]:

@@ -18,7 +18,7 @@ from autopar.ir.errors import InputError, PlanFormatError
 from autopar.ir.explain import explain
 from autopar.ir.kernels import DEFAULT_KERNELS, parse_kernels
 from autopar.ir.layout import Layout, NodeTyping
-from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, TENSOR_AXIS, Mesh
+from autopar.ir.mesh import DATA_AXIS, LAYOUT_AXES, MESH_AXES, TENSOR_AXIS, Mesh
 from autopar.ir.placement import Placement, parse_state
 from autopar.ir.plan_search import STRICT, Alternative, ObjectivePlan, SearchReport, WhatIf
 from autopar.ir.schedules import DEEPENED
@@ -350,7 +350,9 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class MeshPlan:
-    """Degrees by axis name; their product is the GPUs used."""
+    """Degrees by axis name; their product is the GPUs used. ``axis_order`` has the axes outermost
+    first, as ranks are numbered.
+    """
 
     pp: int
     dp_replicate: int
@@ -358,6 +360,7 @@ class MeshPlan:
     cp: int = 1
     ep: int = 1
     tp: int
+    axis_order: tuple[str, ...] = MESH_AXES
 
     @classmethod
     def of(cls, mesh: Mesh) -> MeshPlan:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from autopar.api.planning import capture_request
 from autopar.api.request import Request, make_request
 from autopar.estimation import ModelShape, cluster_of, open_shape, pins_of
+from autopar.ir.mesh import MESH_AXES
 from autopar.ir.plan import TrainingPlan
 from autopar.ir.schedule import CompactSchedule
 from autopar.solver import Cluster
@@ -21,6 +22,7 @@ from autopar.solver.instance import divisible
 from autopar.solver.layout.check import kind_costs
 from autopar.solver.layout.model_facts import ModelFacts, model_facts
 from autopar.solver.layout.problem import Problem
+from autopar.solver.pins import AXES_PIN
 from autopar.solver.refiner import Refiner
 from autopar.solver.settings import layout_coster, layout_problem
 from autopar.solver.solved import Solved
@@ -139,7 +141,7 @@ class _Search:
             self.cluster,
             global_batch_size=request.global_batch_size,
             model=self.divisible,
-            pin=request.pin,
+            pin={AXES_PIN: ",".join(MESH_AXES), **request.pin},
         )
         solved = self.refiner.solve_anyway(candidate)
         stager = solved.stager
@@ -188,6 +190,7 @@ def blocks_of(facts: ModelFacts, cluster: Cluster, sizes: Itemsizes, solved: Sol
         facts,
         solved.setting.axes,
         dataclasses.replace(coster, kernels=kernels, links=links),
+        candidate.layout_strides,
         cp=candidate.cp,
         ep=candidate.ep,
         way=candidate.way,

@@ -1,11 +1,13 @@
 """Seconds of collectives, from bytes, ranks, and the links that the ranks of a group share.
 
-Ranks are numbered with the tensor axis fastest, node after node. Inside a node all ranks share a
-switch; out of it, all groups that cross a node's border share the node's links.
+Ranks are numbered node after node. Inside a node all ranks share a switch; out of it, all groups
+that cross a node's border share the node's links.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.ir.moves import Collective
@@ -38,6 +40,25 @@ def group_of(cluster: Cluster, *, size: int, stride: int) -> Group:
     """The group of ``size`` ranks that are ``stride`` ranks apart, all such groups busy at once."""
     per_node = max(1, min(size, cluster.gpus_per_node // stride))
     used = min(cluster.gpus_per_node, size * stride)
+    return Group(size=size, per_node=per_node, sharing=max(1, used // per_node))
+
+
+def group_over(cluster: Cluster, axes: Sequence[tuple[int, int]]) -> Group:
+    """The group of ranks along several axes, each with its number of ranks and their distance:
+    ``group_of`` where they are next to each other.
+    """
+    runs: list[tuple[int, int]] = []
+    for size, stride in sorted(axes, key=lambda axis: axis[1]):
+        if runs and runs[-1][0] * runs[-1][1] == stride:
+            runs[-1] = runs[-1][0] * size, runs[-1][1]
+        elif size > 1:
+            runs.append((size, stride))
+    if len(runs) < 2:
+        size, stride = runs[0] if runs else (1, 1)
+        return group_of(cluster, size=size, stride=stride)
+    inside = (max(1, min(size, cluster.gpus_per_node // stride)) for size, stride in runs)
+    per_node, used = math.prod(inside), min(cluster.gpus_per_node, math.prod(runs[-1]))
+    size = math.prod(size for size, _ in runs)
     return Group(size=size, per_node=per_node, sharing=max(1, used // per_node))
 
 

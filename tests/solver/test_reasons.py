@@ -24,16 +24,18 @@ def test_what_is_said_of_a_decision_holds_for_every_candidate_with_it(usable_byt
     report = found.search
     assert report is not None
     made = instance(cluster)
-    assert sum(report.fates.values()) == len(made.candidates) == found.certificate.num_candidates
+    members = [own for candidate in made.candidates for own in candidate.members()]
+    assert sum(report.fates.values()) == len(members) == found.certificate.num_candidates
     assert report.fates["solved"] == found.certificate.num_solved
     assert set(report.fates) == set(FATES)
     said = {(value.decision, value.value): value for value in report.values}
     counted = dict.fromkeys(said, 0)
-    for candidate in made.candidates:
+    for candidate in members:
         solved = made.search.refiner.solve(candidate)
         step_s = math.inf if solved is None else solved.step_s
         for decision, value in said:
-            values = [str(getattr(candidate, decision))]
+            own = getattr(candidate, decision)
+            values = [",".join(own) if decision == "axis_order" else str(own)]
             if decision == "zero_stage" and candidate.zero_open:
                 values = ["1", "2", "3"]
             if value in values:
@@ -63,7 +65,7 @@ def test_a_runner_up_that_was_simulated_says_where_its_seconds_and_bytes_go():
 
 
 def test_bounded_runners_up_are_solved_only_for_what_if():
-    pin = {"schedule": "1f1b", "recompute": "blocks"}
+    pin = {"schedule": "1f1b", "recompute": "blocks", "dp_replicate": 1}
     bounded, solved = plan(pin=pin, batch=128), plan(pin=pin, batch=128, what_if=True)
     assert bounded.what_if == ()
     open_ones = [other for other in bounded.alternatives if other.step_s is None]

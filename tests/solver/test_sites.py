@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.ir.errors import InfeasibleError, InputError
+from autopar.ir.mesh import MESH_AXES
 from autopar.ir.plan import from_json, to_json
 from autopar.ir.plan_diff import diff_plans
 from autopar.solver import Cluster
@@ -73,7 +74,7 @@ def test_a_stage_across_groups_is_in_each_respect_as_bad_as_the_worst():
 def test_groups_that_are_alike_cost_what_nodes_of_one_kind_do(pp):
     """Two groups of the same nodes, with the same links between: nothing may differ."""
     pin: dict[str, int | str] = {"pp": pp, "virtual_stages": 1}
-    whole = plan(SLOW.with_nodes(4), pin)
+    whole = plan(SLOW.with_nodes(4), {**pin, "axis_order": ",".join(MESH_AXES)})
     parts = plan(Cluster.of_groups([SLOW, SLOW], SLOW.hardware.network), pin)
     assert parts.mesh == whole.mesh
     assert parts.segments == whole.segments

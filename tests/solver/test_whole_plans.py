@@ -45,7 +45,7 @@ def check(instance: Instance, *, most_layouts: int | None = None) -> None:
         TooLarge: A setting has more layouts.
     """
     refiner = instance.search.refiner
-    whole = WholePlans(refiner.pricer, most_layouts=most_layouts)
+    whole = WholePlans(refiner.pricer, instance.pin, most_layouts=most_layouts)
     least = {candidate: whole.least_s(candidate) for candidate in instance.candidates}
     for candidate, step_s in least.items():
         for bound in (refiner.rough, refiner.scalar, refiner.stages, refiner.layouts):

@@ -22,6 +22,8 @@ from autopar.solver.facts import Floats, Part
 from autopar.solver.layout.problem import Solution
 from autopar.solver.loss_chunks import NUMBERS
 from autopar.solver.mixed import AnySetting, MixedSetting
+from autopar.solver.pins import Pins
+from autopar.solver.placements import placements
 from autopar.solver.pricer import Pricer
 from autopar.solver.settings import NOTHING_AGAIN
 from autopar.solver.solved import Solved, simulate_cuts
@@ -45,12 +47,31 @@ where blocks have stages of their own.
 class WholePlans:
     """Enumerates plans of candidates; layouts are enumerated once for a setting."""
 
-    def __init__(self, pricer: Pricer, *, most_layouts: int | None = None) -> None:
-        self.pricer, self.most_layouts = pricer, most_layouts
+    def __init__(
+        self, pricer: Pricer, pin: Pins | None = None, *, most_layouts: int | None = None
+    ) -> None:
+        self.pricer, self.pin, self.most_layouts = pricer, pin or {}, most_layouts
         self._layouts: dict[int, tuple[AnySetting, tuple[Solution, ...]]] = {}
 
     def plans(self, candidate: Candidate) -> Iterator[Solved]:
-        """Every plan of a candidate that fits into memory and is not needless."""
+        """Every plan of a candidate that fits into memory and is not needless; of its placements
+        those that are open, and one of those that are said to be needless.
+        """
+        for own in self._placed(candidate):
+            yield from self._plans(own)
+
+    def _placed(self, candidate: Candidate) -> Iterator[Candidate]:
+        members = candidate.members()
+        yield from members
+        cluster = self.pricer.cluster.reordered(candidate.group_order)
+        for placement in placements(cluster, candidate.mesh(), self.pin):
+            own = candidate.placed(placement)
+            if own not in members:
+                yield own
+                return
+
+    def _plans(self, candidate: Candidate) -> Iterator[Solved]:
+        """Of a candidate with one placement."""
         if candidate.virtual_stages > 1:
             yield from self._virtual_plans(candidate)
             return
@@ -74,7 +95,7 @@ class WholePlans:
         num = len(self.pricer.facts.model.blocks)
         for zero_stage in range(1, candidate.zero_stage + 1):
             own = dataclasses.replace(candidate, zero_stage=zero_stage, zero_open=False)
-            yield from self.plans(own)
+            yield from self._plans(own)
         highest = dataclasses.replace(candidate, zero_open=False)
         layouts = _Layouts(self.pricer, highest, setting, self.layouts(setting)[:_MIXED_LAYOUTS])
         for inner in itertools.combinations(range(1, num), candidate.pp - 1):
