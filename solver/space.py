@@ -185,13 +185,14 @@ def _of_mesh(
     for micro_batch_size, number, shares in _divisions(in_order, mesh, global_batch_size, pin):
         for zero_stage, zero_stages, zero_open in _zero_choices(mesh, model, pin, shares):
             placed = placed_of[zero_stage > 0]
+            first = placed[0]  # split over most ranks
             schedules = _schedules(mesh.pp, model, pin, is_mixed=bool(order))
             for (schedule, virtual), (state, away) in itertools.product(schedules, offloads):
                 candidate = Candidate(
                     pp=mesh.pp,
-                    dp_replicate=placed[0].dp_replicate,
-                    dp_shard=placed[0].dp_shard,
-                    axis_order=placed[0].axis_order,
+                    dp_replicate=first.dp_replicate,
+                    dp_shard=first.dp_shard,
+                    axis_order=first.axis_order,
                     placements=placed if len(placed) > 1 else (),
                     cp=mesh.cp,
                     ep=mesh.ep,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from autopar.ir.explain_search import objective, rejected, runners_up, shadow_prices
 from autopar.ir.kernels import DEFAULT_KERNELS
+from autopar.ir.mesh import MESH_AXES, Mesh
 from autopar.ir.tables import named_rows
 from autopar.ir.units import bytes_text, counted, seconds_text
 from autopar.ir.zero_stages import block_zero_stages, zero_text
@@ -53,6 +54,14 @@ def _summary(plan: Plan) -> str:
     )
 
 
+def _order(mesh: Mesh) -> str:
+    """Which axes are inside which, where that is not as ever."""
+    used = [axis for axis in mesh.axis_order if mesh.size(axis) > 1]
+    if used == [axis for axis in MESH_AXES if mesh.size(axis) > 1]:
+        return ""
+    return f", from the outermost axis on {', '.join(used)}"
+
+
 def _decisions(plan: Plan) -> str:
     mesh, schedule, training = plan.mesh, plan.schedule, plan.training
     clipping = "off" if training.max_grad_norm is None else f"at {training.max_grad_norm:g}"
@@ -65,7 +74,8 @@ def _decisions(plan: Plan) -> str:
                 for name, size in (("context", mesh.cp), ("expert", mesh.ep))
                 if size > 1
             )
-            + f"× tensor {mesh.tp}",
+            + f"× tensor {mesh.tp}"
+            + _order(plan.device_mesh()),
         ),
         ("batch", _batch(plan)),
         (

@@ -501,6 +501,12 @@ def from_json(text: str | bytes, *, where: str = "plan") -> Plan:
 
 def _check_consistency(plan: Plan, where: str) -> None:
     _check_cluster(plan.cluster, where)
+    if sorted(plan.mesh.axis_order) != sorted(MESH_AXES):
+        raise PlanFormatError(
+            f"mesh.axis_order has {', '.join(plan.mesh.axis_order)}, and not each of "
+            f"{', '.join(MESH_AXES)} once",
+            where=where,
+        )
     num_ranks = plan.device_mesh().num_ranks
     if num_ranks > plan.cluster.num_gpus:
         raise PlanFormatError(f"the mesh has {num_ranks} ranks, more than the cluster", where=where)

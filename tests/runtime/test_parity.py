@@ -5,6 +5,7 @@ threads).
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,6 +47,26 @@ GRID = [
 
 @pytest.mark.parametrize("setup", GRID, ids=str)
 def test_fp32_training_equals_one_device(setup: Setup):
+    for outcome in train_on_threads(setup):
+        assert_parity(setup, outcome, 3)
+
+
+def _ordered(mesh: Mesh, *axes: str) -> Mesh:
+    """With these axes inside the others, the last one fastest."""
+    order = tuple(axis for axis in mesh.axis_order if axis not in axes)
+    return replace(mesh, axis_order=(*order, *axes))
+
+
+ORDERED = [
+    Setup(mesh=_ordered(Mesh(pp=2, dp_shard=2), "pp"), zero_stage=3),
+    Setup(name="gpt2", mesh=_ordered(Mesh(pp=2, tp=2), "tp", "pp"), schedule="zero_bubble"),
+    Setup(mesh=_ordered(Mesh(dp_replicate=2, dp_shard=2), "dp_replicate"), zero_stage=2),
+    Setup(name="transformer", mesh=_ordered(Mesh(dp_shard=2, tp=2), "dp_shard"), zero_stage=1),
+]
+
+
+@pytest.mark.parametrize("setup", ORDERED, ids=str)
+def test_ranks_in_another_order_compute_the_same(setup: Setup):
     for outcome in train_on_threads(setup):
         assert_parity(setup, outcome, 3)
 

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from autopar.solver import search, side_by_side
+from autopar.solver.candidates import Candidate
 from autopar.solver.search_result import SearchResult
 from autopar.solver.side_by_side import _Peer, _Told, run_side_by_side
 from tests.solver.small import FOUR, TWO_NODES, instance
@@ -36,9 +37,14 @@ def test_two_searches_find_the_step_of_one_with_a_bound_on_all(cluster):
     assert together.best is not None
     assert together.best.step_s == pytest.approx(alone.best.step_s, rel=1e-12)
     assert together.bound_s <= alone.best.step_s
-    tried = {*together.bounds, *(candidate for _, _, candidate in together.left)}
+    tried = _members(together)
     assert len(tried) == together.num_candidates == alone.num_candidates
-    assert tried == {*alone.bounds, *(candidate for _, _, candidate in alone.left)}
+    assert tried == _members(alone)
+
+
+def _members(result: SearchResult) -> set[Candidate]:
+    found = {*result.bounds, *(candidate for _, _, candidate in result.left)}
+    return {own for candidate in found for own in candidate.members()}
 
 
 @pytest.mark.parametrize("cluster", [TWO_NODES, MIXED])
@@ -77,7 +83,7 @@ def test_a_fork_that_dies_loses_nothing(monkeypatch, caplog):
     assert found.best is not None
     assert alone.best is not None
     assert found.best.step_s == pytest.approx(alone.best.step_s, rel=1e-12)
-    assert found.num_candidates == len(made.candidates)
+    assert found.num_candidates == sum(own.num_members for own in made.candidates)
 
 
 def test_what_a_fork_told_before_it_ended_is_read():
