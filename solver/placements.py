@@ -19,6 +19,7 @@ from autopar.ir.mesh import (
     PIPELINE_AXIS,
     REPLICATE_AXIS,
     SHARD_AXIS,
+    TENSOR_AXIS,
     Mesh,
 )
 from autopar.ir.moves import Collective
@@ -27,11 +28,6 @@ from autopar.solver.costs.comm import Group, Links, group_of, group_over
 from autopar.solver.hardware import Cluster
 from autopar.solver.pins import Pins, pinned_axes
 from autopar.solver.sites import border_between, sites_of
-
-_ORDERED = (PIPELINE_AXIS, REPLICATE_AXIS, SHARD_AXIS)
-"""Axes of which all orders are searched, outside the others: these have their collectives in each
-op, and are best where links are fastest.
-"""
 
 
 def placements(cluster: Cluster, mesh: Mesh, pin: Pins) -> tuple[Placement, ...]:
@@ -46,8 +42,11 @@ def placements(cluster: Cluster, mesh: Mesh, pin: Pins) -> tuple[Placement, ...]
 
 
 def _orders(cluster: Cluster, mesh: Mesh, pin: Pins) -> Iterator[tuple[str, ...]]:
-    """Orders of the axes, one of those that differ in axes of a single rank only. On a single node
-    all are alike; on several groups of nodes the ranks of a stage come one after the other.
+    """Orders of the axes, one of those that differ in axes of a single rank only: the pipeline
+    outside the data axes, between them or inside. Others are not searched: context, expert and
+    tensor axes have collectives in each op, shards more than replicas, and want the fastest links.
+    On a single node all orders are alike; on several groups of nodes the ranks of a stage come one
+    after the other.
     """
     pinned = pinned_axes(pin)
     if pinned is not None:
@@ -56,11 +55,11 @@ def _orders(cluster: Cluster, mesh: Mesh, pin: Pins) -> Iterator[tuple[str, ...]
     yield MESH_AXES
     if cluster.is_mixed or cluster.nodes == 1:
         return
-    used = [axis for axis in _ORDERED if mesh.size(axis) > 1]
-    unused = [axis for axis in _ORDERED if mesh.size(axis) == 1]
-    for order in itertools.permutations(used):
-        if list(order) != used:
-            yield (*unused, *order, *MESH_AXES[len(_ORDERED) :])
+    data = [axis for axis in (REPLICATE_AXIS, SHARD_AXIS) if mesh.size(axis) > 1]
+    unused = [axis for axis in (REPLICATE_AXIS, SHARD_AXIS) if mesh.size(axis) == 1]
+    for place in range(1, len(data) + 1) if mesh.pp > 1 else ():
+        order = (*data[:place], PIPELINE_AXIS, *data[place:])
+        yield (*unused, *order, CONTEXT_AXIS, EXPERT_AXIS, TENSOR_AXIS)
 
 
 def _splits(mesh: Mesh, pin: Pins) -> Iterator[tuple[int, int]]:
