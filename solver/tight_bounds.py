@@ -7,9 +7,11 @@ import math
 
 import numpy as np
 
+from autopar.ir.mesh import MESH_AXES
 from autopar.solver.bounds import AgainSeconds, StageTimes, exact_times
 from autopar.solver.candidates import Candidate
 from autopar.solver.cheap_bounds import CheapBounds
+from autopar.solver.chunk_choice import ChunkChoice
 from autopar.solver.facts import Floats
 from autopar.solver.in_flight import in_parts
 from autopar.solver.loss_chunks import NUMBERS
@@ -27,6 +29,7 @@ class TightBounds:
 
     def __init__(self, cheap: CheapBounds) -> None:
         self.cheap, self.pricer = cheap, cheap.pricer
+        self._chosen: dict[tuple[Candidate, tuple[int, ...]], list[Stager]] = {}
         self._cut_bounds: dict[Candidate, list[tuple[float, tuple[int, ...]]]] = {}
 
     def stages(self, candidate: Candidate, enough_s: float = math.inf) -> float:
@@ -73,9 +76,28 @@ class TightBounds:
         for bound, cuts in self._bounds_of_cuts(candidate):
             if bound >= min(best, enough_s):
                 return min(best, bound)
-            for chosen in with_stages_chosen(choice, cuts):
+            for chosen in self._fitting(choice, cuts):
                 best = min(best, least_cut_bound_s(chosen, exact_times(chosen), [cuts]))
         return best
+
+    def _fitting(self, choice: ChunkChoice, cuts: tuple[int, ...]) -> list[Stager]:
+        """``with_stages_chosen``: where ZeRO stages are decided, of memory only, so that candidates
+        that differ in the order of axes have the same.
+        """
+        candidate = choice.whole.candidate
+        if candidate.zero_open:
+            return list(with_stages_chosen(choice, cuts))
+        key = replace(candidate, axis_order=MESH_AXES, placements=()), cuts
+        if key not in self._chosen:
+            self._chosen[key] = list(with_stages_chosen(choice, cuts))
+        order, placements = candidate.axis_order, candidate.placements
+        return [
+            replace(
+                found,
+                candidate=replace(found.candidate, axis_order=order, placements=placements),
+            )
+            for found in self._chosen[key]
+        ]
 
     def _bounds_of_cuts(self, candidate: Candidate) -> list[tuple[float, tuple[int, ...]]]:
         """Of a candidate with one layout: its cuts, those with the lowest bound first."""
