@@ -57,11 +57,8 @@ class Refiner:
 
     def solve(self, candidate: Candidate) -> Solved | None:
         """See ``Solver``; of what leaves its placement open, in that with the lowest bound."""
-        members = candidate.members()
-        if len(members) > 1:
-            candidate = min(members, key=self.stages)
-        else:
-            (candidate,) = members
+        if candidate.placements:
+            candidate = min(candidate.members(), key=self.stages)
         return self._of(candidate).solver.solve(candidate)
 
     def solve_anyway(self, candidate: Candidate) -> Solved:
