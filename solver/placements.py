@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -36,7 +37,7 @@ def placements(cluster: Cluster, mesh: Mesh, pin: Pins) -> tuple[Placement, ...]
     """
     return tuple(
         Placement(replicate, shard, order)
-        for replicate, shard in _splits(mesh, pin)
+        for replicate, shard in _splits(cluster, mesh, pin)
         for order in _orders(cluster, _with(mesh, replicate, shard), pin)
     )
 
@@ -62,14 +63,16 @@ def _orders(cluster: Cluster, mesh: Mesh, pin: Pins) -> Iterator[tuple[str, ...]
         yield (*unused, *order, CONTEXT_AXIS, EXPERT_AXIS, TENSOR_AXIS)
 
 
-def _splits(mesh: Mesh, pin: Pins) -> Iterator[tuple[int, int]]:
-    """(dp_replicate, dp_shard), most shards first."""
+def _splits(cluster: Cluster, mesh: Mesh, pin: Pins) -> Iterator[tuple[int, int]]:
+    """(dp_replicate, dp_shard): sharded over all data ranks, then over those of a node. Others have
+    to be pinned: with several tensor ranks the bounds of ZeRO 3 are looser there.
+    """
     if mesh.dp_shard == 1 or "dp_replicate" in pin or "dp_shard" in pin:
         yield mesh.dp_replicate, mesh.dp_shard
         return
-    for shard in range(mesh.dp, 1, -1):
-        if mesh.dp % shard == 0:
-            yield mesh.dp // shard, shard
+    in_node = math.gcd(mesh.dp, max(1, cluster.gpus_per_node // (mesh.tp * mesh.cp * mesh.ep)))
+    for shard in sorted({mesh.dp, in_node} - {1}, reverse=True):
+        yield mesh.dp // shard, shard
 
 
 def _with(mesh: Mesh, replicate: int, shard: int) -> Mesh:
