@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Literal
@@ -574,19 +574,30 @@ def _check_recomputed(schedule: SchedulePlan, last_block: int, where: str) -> No
             )
         if any(not 0 <= block <= last_block for block in blocks):
             raise PlanFormatError(f"{name} that the plan does not have", where=where)
-    twice = sorted(set(whole) & set(by_op))
+    _check_apart(
+        whole,
+        by_op,
+        "in recomputed_blocks and in recomputed_by_op",
+        where=where,
+        hint="a block is computed again whole, or by its ops",
+    )
+    _check_apart(
+        whole,
+        gathered,
+        "in recomputed_blocks and in gathered_again",
+        where=where,
+        hint="a block that is computed again whole gathers again, too",
+    )
+
+
+def _check_apart(
+    some: Iterable[int], others: Iterable[int], lists: str, *, where: str, hint: str
+) -> None:
+    """No block is in both of two lists."""
+    twice = sorted(set(some) & set(others))
     if twice:
         raise PlanFormatError(
-            f"blocks {', '.join(map(str, twice))} are in recomputed_blocks and in recomputed_by_op",
-            where=where,
-            hint="a block is computed again whole, or by its ops",
-        )
-    twice = sorted(set(whole) & set(gathered))
-    if twice:
-        raise PlanFormatError(
-            f"blocks {', '.join(map(str, twice))} are in recomputed_blocks and in gathered_again",
-            where=where,
-            hint="a block that is computed again whole gathers again, too",
+            f"blocks {', '.join(map(str, twice))} are {lists}", where=where, hint=hint
         )
 
 
@@ -603,13 +614,13 @@ def _check_offloaded(plan: Plan, where: str) -> None:
             hint="a block whose activations are offloaded is a segment",
         )
     again = {*schedule.recomputed_blocks, *schedule.recomputed_by_op, *schedule.gathered_again}
-    twice = sorted(listed & again)
-    if twice:
-        raise PlanFormatError(
-            f"blocks {', '.join(map(str, twice))} are in offloaded_blocks and done again",
-            where=where,
-            hint="what is offloaded need not be computed or gathered again",
-        )
+    _check_apart(
+        listed,
+        again,
+        "in offloaded_blocks and done again",
+        where=where,
+        hint="what is offloaded need not be computed or gathered again",
+    )
     if listed and schedule.recompute not in ("none", "blocks"):
         raise PlanFormatError(
             f"recompute {schedule.recompute} says what of every block is kept: none is offloaded",

@@ -31,9 +31,7 @@ class ActionKind(Enum):
     GATHER_PARAMETERS = "G"  # start it; the next use of the segment waits for it
     FREE_PARAMETERS = "X"
     REDUCE_GRADIENTS = "R"  # start it; the optimizer waits for it
-    OFFLOAD_ACTIVATIONS = (
-        "OA"  # start to copy to the host what a forward keeps, once the copy before is done
-    )
+    OFFLOAD_ACTIVATIONS = "OA"  # start to copy what a forward keeps, once the copy before is done
     FETCH_ACTIVATIONS = "FA"  # start to bring it back; the backward waits for it
     OPTIMIZER = "O"
 
