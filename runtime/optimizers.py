@@ -17,15 +17,22 @@ It has to update every element by itself: norms and factors of a shard are not t
 """
 
 
+_FUSED_DEVICES = ("cpu", "cuda")
+
+
 def optimizer_factory(training: TrainingPlan) -> OptimizerFactory:
-    """The factory of the plan's optimizer. For ``sgd`` betas and eps have no meaning, momentum is
-    0.
+    """The factory of the plan's optimizer: one kernel for each parameter (on a CPU) or for all.
+    For ``sgd`` betas and eps have no meaning, momentum is 0.
     """
 
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        is_fused = all(parameter.device.type in _FUSED_DEVICES for parameter in parameters)
         if training.optimizer == "sgd":
             return torch.optim.SGD(
-                parameters, lr=training.learning_rate, weight_decay=training.weight_decay
+                parameters,
+                lr=training.learning_rate,
+                weight_decay=training.weight_decay,
+                fused=is_fused,
             )
         kind = torch.optim.AdamW if training.optimizer == "adamw" else torch.optim.Adam
         return kind(
@@ -34,6 +41,7 @@ def optimizer_factory(training: TrainingPlan) -> OptimizerFactory:
             betas=training.betas,
             eps=training.eps,
             weight_decay=training.weight_decay,
+            fused=is_fused,
         )
 
     return make

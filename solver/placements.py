@@ -27,7 +27,7 @@ from autopar.ir.moves import Collective
 from autopar.solver.candidates import Placement
 from autopar.solver.costs.comm import Group, Links, group_of, group_over
 from autopar.solver.hardware import Cluster
-from autopar.solver.pins import Pins, pinned_axes
+from autopar.solver.pins import Pins, fixes_gpus, pinned_axes, pinned_degrees
 from autopar.solver.sites import border_between, sites_of
 
 
@@ -47,14 +47,15 @@ def _orders(cluster: Cluster, mesh: Mesh, pin: Pins) -> Iterator[tuple[str, ...]
     outside the data axes, between them or inside. Others are not searched: context, expert and
     tensor axes have collectives in each op, shards more than replicas, and want the fastest links.
     On a single node all orders are alike; on several groups of nodes the ranks of a stage come one
-    after the other.
+    after the other. A mesh all of whose degrees are pinned is one that somebody has: its pipeline
+    is outermost unless the pins say otherwise.
     """
     pinned = pinned_axes(pin)
     if pinned is not None:
         yield pinned
         return
     yield MESH_AXES
-    if cluster.is_mixed or cluster.nodes == 1:
+    if cluster.is_mixed or cluster.nodes == 1 or fixes_gpus(pinned_degrees(pin)):
         return
     data = [axis for axis in (REPLICATE_AXIS, SHARD_AXIS) if mesh.size(axis) > 1]
     unused = [axis for axis in (REPLICATE_AXIS, SHARD_AXIS) if mesh.size(axis) == 1]

@@ -86,6 +86,7 @@ def test_pins_are_flags(capfd: pytest.CaptureFixture[str], config):
         "cp": 1,
         "ep": 1,
         "tp": 1,
+        "axis_order": ["pp", "dp_replicate", "dp_shard", "cp", "ep", "tp"],
     }
     assert document["batch"] == {
         "global_batch_size": 8,

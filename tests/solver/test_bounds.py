@@ -44,7 +44,7 @@ def test_no_plan_is_faster_at_any_memory(usable_bytes: int) -> None:
 
 def test_a_hidden_second_slows_an_action_down_by_less_than_its_share_of_the_slowdown() -> None:
     """The simulator counts overlap with an action before it is lengthened."""
-    pin: Pins = {"pp": 1, "tp": 4, "schedule": "layered", "micro_batch_size": 1}
+    pin: Pins = {"pp": 1, "tp": 4, "schedule": "layered", "micro_batch_size": 1, "gather_again": 0}
     check(instance(MLP, 4, cluster(12_000, nodes=2), 8, pin))
 
 
