@@ -3,8 +3,9 @@ docs/concepts/problem.md states, candidate by candidate, without any bound of th
 
 What is left out is never faster than what is simulated: a step is monotone in what its actions take
 (``test_simulate_properties``), so that of two layouts that fit with the same cuts and recomputed
-blocks the one with less of everything is enough, and of two choices of what is recomputed the one
-with less of it: of a block nothing, what it gathers, its ops, both, or all.
+blocks the one with less of everything is enough, of two layouts the one that is nowhere slower and
+takes nowhere more memory, and of two choices of what is recomputed the one with less of it: of a
+block nothing, what it gathers, its ops, both, or all.
 """
 
 from __future__ import annotations
@@ -187,14 +188,20 @@ class _Layouts:
         found = [(stager, solution) for stager, solution in variants if stager is not None]
         stagers, solutions = zip(*found, strict=True)
         costs = np.array([_costs(stager) for stager in stagers])
-        order = np.argsort(costs.sum(axis=1), kind="stable").tolist()
+        memory = np.array([_memory(stager) for stager in stagers])
+        order: list[int] = []
+        for number in np.argsort(costs.sum(axis=1), kind="stable").tolist():
+            no_slower = (costs[order] <= costs[number] * (1 + _ROUNDING)).all(axis=1)
+            no_fuller = (memory[order] <= memory[number]).all(axis=(1, 2))
+            if not (no_slower & no_fuller).any():
+                order.append(number)
         self.solutions = [solutions[number] for number in order]
         self.stagers = [stagers[number] for number in order]
         # [i, j]: i is nowhere slower than j
         self.no_slower = np.array(
             [(costs[i] <= costs[order] * (1 + _ROUNDING)).all(axis=1) for i in order]
         )
-        self.memory = [_memory(stager) for stager in self.stagers]
+        self.memory = memory[order]
         self.able = frozenset(np.flatnonzero(setting.facts.repeated_blocks("full")).tolist())
         self.known: dict[tuple[int, int, int, bytes], tuple[Again, ...]] = {}
 
