@@ -14,7 +14,9 @@ from torch import Tensor
 from autopar.calibration.samples import Timing
 from autopar.ir.mesh import LAYOUT_AXES
 from autopar.ir.placement import INVARIANT
+from autopar.ir.plan import TrainingPlan
 from autopar.runtime.distributed_group import DistributedGroup
+from autopar.runtime.optimizers import optimizer_factory
 from autopar.runtime.parameter_layout import ParameterLayout
 from autopar.runtime.parameter_unit import ParameterUnit, UnitGroups
 from autopar.solver.costs.memory import Itemsizes
@@ -59,6 +61,16 @@ class ParameterSample:
 
 
 _FP32 = Itemsizes(compute=4, master=0, moments=8, gradient=4, reduce=4)
+_TRAINING = TrainingPlan(
+    precision="fp32",
+    optimizer="adamw",
+    learning_rate=1e-3,
+    weight_decay=0.01,
+    betas=(0.9, 0.999),
+    eps=1e-8,
+    max_grad_norm=1.0,
+    seed=0,
+)
 
 
 class Parameters:
@@ -81,7 +93,7 @@ class Parameters:
             groups=UnitGroups(shard=None, replicate=alone, tensor=alone),
             device=device,
         )
-        self._optimizer = torch.optim.AdamW(list(self.unit.parameters.values()))
+        self._optimizer = optimizer_factory(_TRAINING)(list(self.unit.parameters.values()))
         self._gradient = torch.ones(sizes.rows, sizes.rows, device=device)
 
     def take_gradients(self) -> None:
