@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, help="layouts of so many ranks only")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--quick", action="store_true", help="calibrate quickly")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

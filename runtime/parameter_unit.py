@@ -113,7 +113,9 @@ class ParameterUnit:
         # as FSDP2 does: what autograd saved are views of this buffer, with the same values again
         keep_version = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateUsage]
         with torch.no_grad(), keep_version(self._buffer):
-            self._buffer.untyped_storage().resize_(self._buffer.numel() * self._buffer.itemsize)
+            storage, num_bytes = self._buffer.untyped_storage(), self._buffer.nbytes
+            if storage.nbytes() != num_bytes:  # of the same size it would be allocated anew, too
+                storage.resize_(num_bytes)
             if self._num_shards == 1:
                 self._buffer.copy_(self._shard)
             else:

@@ -74,6 +74,23 @@ def test_zero3_keeps_no_gathered_parameter_between_steps():
     assert run_mesh(setup.mesh, stored_bytes) == [0, 0]
 
 
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_what_stays_gathered_is_gathered_to_the_same_memory_in_each_step(zero_stage: int):
+    setup = Setup(mesh=Mesh(dp_shard=2), schedule="layered", zero_stage=zero_stage)
+    make_engine_once(setup)
+
+    def is_moved(communicator: Communicator) -> bool:
+        engine = make_engine(setup, communicator)
+        places: list[list[int]] = []
+        for seed in range(2):
+            engine.train_step(make_batch(setup.name, seed=seed))
+            tensors = [engine.store.tensor(name) for name in engine.store.parameters]
+            places.append([tensor.data_ptr() for tensor in tensors])
+        return places[0] != places[1]
+
+    assert run_mesh(setup.mesh, is_moved) == [False, False]
+
+
 def test_local_batches_are_the_shares_of_data_ranks():
     setup = Setup(mesh=Mesh(dp_shard=2))
     make_engine_once(setup)
