@@ -146,7 +146,7 @@ class StageBounds:
         more = (num - 1) * both if both.ndim == 1 else num * both - least_of(both)
         waiting = stage_rows(more, stages)
         if candidate.schedule == "1f1b":  # (B)
-            ahead = stager.flying[:, None] - 1
+            ahead = stager.flying_at_most[:, None] - 1
             waiting = prefixes(np.maximum(0.0, waiting - ahead * self.times.forward))
         else:
             waiting[:-1] = 0.0
@@ -191,7 +191,7 @@ class StageBounds:
         before = self.passing.before(runs)
         bound = before + num * run + beside  # (A)
         if candidate.schedule == "1f1b":
-            ahead = self.stager.flying[stage] - 1
+            ahead = self.stager.flying_at_most[stage] - 1
             waiting = total + (num - 1) * run - ahead * runs.sums(self.times.forward)
             waiting = waiting + self.messages[0] + self._beside_s(runs, beside, ahead)
             bound = np.maximum(bound, waiting)  # (B)
@@ -361,7 +361,7 @@ class StageBounds:
             )
         else:
             if candidate.schedule == "1f1b":
-                ahead = np.minimum(self.stager.flying - 1, num - 2)
+                ahead = np.minimum(self.stager.flying_at_most - 1, num - 2)
                 counted = np.maximum(0.0, 2.0 * (num - 2 - np.maximum(0.0, ahead)))[:, None]
             more = stages.least_s(runs, slowdown * counted * gather, slowdown * (num - 1) * reduce)
             kept = counted[runs.stage, 0] * runs.maxima(gather)

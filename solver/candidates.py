@@ -90,8 +90,8 @@ class Candidate:
     A last micro-batch that is shorter counts as a full one: that bounds its costs from above. With
     ``chunks_open`` the loss may be computed in more chunks than ``loss_chunks``, if that pays; with
     ``zero_open`` blocks may have lower ZeRO stages than ``zero_stage``, down to 1. With
-    ``placements`` it stands for all of them: it is split over most ranks, and its bounds are those
-    of none in particular.
+    ``placements`` or ``depths`` it stands for all of them, in any combination: it is split over
+    most ranks, has the least in flight, and its bounds are those of none in particular.
     """
 
     pp: int
@@ -115,6 +115,7 @@ class Candidate:
     loss_parallel: bool = True
     cuts: CutsName = "balanced"
     extra_in_flight: int = 0  # beyond what 1F1B needs; see ``orders.most_forwards``
+    depths: tuple[int, ...] = ()  # numbers of it that are open, from ``extra_in_flight`` on
     loss_chunks: int = 1
     chunks_open: bool = False
     offload_optimizer: bool = False  # master weights and optimizer state are on the host
@@ -220,17 +221,36 @@ class Candidate:
         return replace(self, placements=(), **placement._asdict())
 
     @property
+    def deepest(self) -> Candidate:
+        """With as many micro-batches in flight as may be."""
+        return replace(self, depths=(), extra_in_flight=self.depths[-1]) if self.depths else self
+
+    @property
+    def stands_for_several(self) -> bool:
+        """Whether it is to be split into ``members`` before it is solved."""
+        return bool(self.placements or self.depths)
+
+    @property
     def num_members(self) -> int:
         """How many candidates it stands for."""
-        return max(1, len(self.placements))
+        return max(1, len(self.placements)) * max(1, len(self.depths))
 
     def members(self) -> tuple[Candidate, ...]:
         """All candidates that it stands for: itself where nothing is open."""
-        return tuple(map(self.placed, self.placements)) or (self,)
+        placed = tuple(map(self.placed, self.placements)) or (self,)
+        if not self.depths:
+            return placed
+        return tuple(
+            replace(own, depths=(), extra_in_flight=depth)
+            for own in placed
+            for depth in self.depths
+        )
 
     @property
     def of_any_zero(self) -> Candidate:
-        """What candidates share that differ in ZeRO, and in ranks among which it shards."""
+        """What candidates share that differ in ZeRO, in ranks among which it shards, and in what
+        may be in flight beyond the least.
+        """
         alike = dict.fromkeys(Placement(self.dp, 1, own.axis_order) for own in self.placements)
         return replace(
             self,
@@ -239,6 +259,7 @@ class Candidate:
             dp_replicate=self.dp,
             dp_shard=1,
             placements=tuple(alike),
+            depths=(),
         )
 
     def mesh(self) -> Mesh:
@@ -305,6 +326,11 @@ class Candidate:
         num = len(self.offloaded_blocks) or f"{self.offload_activations} of each stage"
         return f", activations of {num} block{'s' * (num != 1)} offloaded"
 
+    def _depth_text(self) -> str:
+        if self.depths:
+            return f", {self.depths[0]} to {self.depths[-1]} more in flight"
+        return f", {self.extra_in_flight} more in flight" if self.extra_in_flight else ""
+
     def _number_text(self) -> str:
         return " or ".join(map(str, self.shares or (self.num_micro_batches,)))
 
@@ -322,7 +348,7 @@ class Candidate:
             f"micro-batch {self.micro_batch_size} × {self._number_text()}, "
             f"ZeRO {self._zero_text()}, recompute {self._recompute_text()}, {self.schedule}"
             + (f" × {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else "")
-            + (f", {self.extra_in_flight} more in flight" if self.extra_in_flight else "")
+            + self._depth_text()
             + (f", loss in {self.loss_chunks} chunks" if self.loss_chunks > 1 else "")
             + ", gathering again" * bool(self.gather_again and self.tp > 1)
             + ", optimizer state offloaded" * self.offload_optimizer

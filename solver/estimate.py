@@ -23,6 +23,7 @@ _UNLESS_PINNED: Pins = {
     "loss_chunks": 1,
     "offload_optimizer": 0,
     "offload_activations": 0,
+    "extra_in_flight": 0,
     AXES_PIN: ",".join(MESH_AXES),
 }
 

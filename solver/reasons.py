@@ -9,7 +9,7 @@ from dataclasses import fields
 
 from autopar.ir.plan import critical_of, fullest_of
 from autopar.ir.plan_search import FATES, Alternative, DecisionValue, SearchReport
-from autopar.solver.candidates import Candidate, Placement
+from autopar.solver.candidates import Candidate
 from autopar.solver.pins import AXES_PIN
 from autopar.solver.predict import rank_predictions
 from autopar.solver.search_result import SearchResult
@@ -23,7 +23,7 @@ NUM_ALTERNATIVES = 5
 
 _DERIVED = (
     *("num_micro_batches", "recomputed_blocks", "recomputed_by_op", "loss_chunks", "chunks_open"),
-    *("gathered_again", "zero_stages", "zero_open", "offloaded_blocks", "placements"),
+    *("gathered_again", "zero_stages", "zero_open", "offloaded_blocks", "placements", "depths"),
 )
 """Fields of a candidate that follow from others, or are chosen with the layout."""
 
@@ -133,8 +133,8 @@ def _decided(candidate: Candidate, name: str) -> Mapping[object, int]:
     """
     if name == "zero_stage" and candidate.zero_open:
         return dict.fromkeys(range(1, candidate.zero_stage + 1), candidate.num_members)
-    if name in Placement._fields and candidate.placements:
-        return Counter(getattr(own, name) for own in candidate.placements)
+    if candidate.stands_for_several:
+        return Counter(getattr(own, name) for own in candidate.members())
     return {getattr(candidate, name): candidate.num_members}
 
 

@@ -56,8 +56,8 @@ class Refiner:
         return math.isfinite(self.rough(candidate)) and math.isfinite(self.stages(candidate))
 
     def solve(self, candidate: Candidate) -> Solved | None:
-        """See ``Solver``; of what leaves its placement open, in that with the lowest bound."""
-        if candidate.placements:
+        """See ``Solver``; of what stands for several, that with the lowest bound."""
+        if candidate.stands_for_several:
             candidate = min(candidate.members(), key=self.stages)
         return self._of(candidate).solver.solve(candidate)
 

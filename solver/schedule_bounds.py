@@ -46,7 +46,7 @@ def scalar_bound_s(candidate: Candidate, times: StageTimes) -> float:
         return parts_scalar_s(candidate, times)
     both, num, least = times.both, candidate.num_micro_batches, least_of(times.both)
     before = np.concatenate([[0.0], np.cumsum(least)[:-1]])
-    ahead = most_in_flight(candidate) - 1
+    ahead = most_in_flight(candidate.deepest) - 1
     own = (num - 1) * both + (both - least) - ahead * times.forward
     waiting = float(least.sum()) + least_of(own)
     arrived = float(np.maximum(before + num * least, waiting).max())

@@ -29,7 +29,7 @@ _MEETING = 1024
 """Steps of refinement between two meetings with another search."""
 
 _OPENED = 4
-"""Step of refinement after which a candidate that leaves its placement open is split."""
+"""Step of refinement after which a candidate that stands for several is split."""
 
 _FIRST_MESHES = 4
 """Meshes of which one candidate is solved before its turn: what is slower than a plan that is known
@@ -172,7 +172,7 @@ class _Run:
         self.num_steps += 1
         bound, number, step = heapq.heappop(self.queue)
         candidate = self.candidates[number]
-        if step == _OPENED and candidate.placements:
+        if step == _OPENED and candidate.stands_for_several:
             self.split(bound, candidate)
             return
         if step < len(self.refine):

@@ -188,6 +188,7 @@ def _of_mesh(
             first = placed[0]  # split over most ranks
             schedules = _schedules(mesh.pp, model, pin, is_mixed=bool(order))
             for (schedule, virtual), (state, away) in itertools.product(schedules, offloads):
+                depths = _depths(mesh.pp, schedule, number * virtual, pin)
                 candidate = Candidate(
                     pp=mesh.pp,
                     dp_replicate=first.dp_replicate,
@@ -208,7 +209,8 @@ def _of_mesh(
                     sequence_parallel=None if sharded is None else bool(sharded),
                     loss_parallel=bool(pin.get("loss_parallel", 1)),
                     cuts=cast("CutsName", pin.get("cuts", "balanced")),
-                    extra_in_flight=int(pin.get("extra_in_flight", 0)),
+                    extra_in_flight=depths[0],
+                    depths=depths if len(depths) > 1 else (),
                     loss_chunks=int(pin.get("loss_chunks", 1)),
                     chunks_open="loss_chunks" not in pin and not shares,
                     offload_optimizer=state,
@@ -310,6 +312,17 @@ def _schedules(
             wanted = pinned is None or pinned == name
             if wanted or (pinned == "1f1b" and "virtual_stages" in pin and name == "interleaved"):
                 yield name, number
+
+
+def _depths(pp: int, schedule: ScheduleName, num_forwards: int, pin: Pins) -> tuple[int, ...]:
+    """Micro-batches that are in flight beyond what 1F1B needs: none, some and all that change the
+    order. A schedule that is pinned has none, unless more are pinned, too.
+    """
+    if "extra_in_flight" in pin or "schedule" in pin or schedule not in DEEPENED:
+        return (int(pin.get("extra_in_flight", 0)),)
+    most = max(0, min(pp, num_forwards - pp + 1) - 1)
+    some = (2**power - 1 for power in range(most.bit_length()))
+    return (*(depth for depth in some if depth < most), most)
 
 
 def _holds(candidate: Candidate, pin: Pins) -> bool:

@@ -644,6 +644,12 @@ class Stager:
         candidate = self.candidate
         return np.array([in_flight(candidate, stage).max() for stage in range(candidate.pp)])
 
+    @functools.cached_property
+    def flying_at_most(self) -> Floats:
+        """The same with as many as may be in flight: what bounds of seconds count."""
+        deepest = self.candidate.deepest
+        return np.array([in_flight(deepest, stage).max() for stage in range(deepest.pp)])
+
     def _overlaps(self, stage: int) -> bool:
         return bool(in_flight(self.candidate, stage).max() > 1)
 

@@ -88,16 +88,12 @@ class TightBounds:
         candidate = choice.whole.candidate
         if candidate.zero_open:
             return list(with_stages_chosen(choice, cuts))
-        key = replace(candidate, axis_order=MESH_AXES, placements=()), cuts
+        key = replace(candidate, axis_order=MESH_AXES, placements=(), depths=()), cuts
         if key not in self._chosen:
             self._chosen[key] = list(with_stages_chosen(choice, cuts))
-        order, placements = candidate.axis_order, candidate.placements
+        own = {name: getattr(candidate, name) for name in ("axis_order", "placements", "depths")}
         return [
-            replace(
-                found,
-                candidate=replace(found.candidate, axis_order=order, placements=placements),
-            )
-            for found in self._chosen[key]
+            replace(found, candidate=replace(found.candidate, **own)) for found in self._chosen[key]
         ]
 
     def _bounds_of_cuts(self, candidate: Candidate) -> list[tuple[float, tuple[int, ...]]]:

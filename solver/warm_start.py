@@ -30,6 +30,7 @@ def _distance(old: Plan, candidate: Candidate) -> tuple[float, ...]:
     mesh, schedule = old.mesh, old.schedule
     covered = schedule.recompute in ("none", "full", "selective_op")
     blocks = "blocks" if covered else schedule.recompute
+    depths = candidate.depths or (candidate.extra_in_flight,)
     return (
         _factor(candidate.tp, mesh.tp)
         + _factor(candidate.pp, mesh.pp)
@@ -43,6 +44,7 @@ def _distance(old: Plan, candidate: Candidate) -> tuple[float, ...]:
         min(_factor(own.dp_shard, mesh.dp_shard) for own in candidate.placements or (candidate,)),
         float(bool(candidate.shares) != bool(old.batch.shares)),
         float(candidate.axis_order != mesh.axis_order and not candidate.placements),
+        min(abs(depth - schedule.extra_in_flight) for depth in depths),
     )
 
 

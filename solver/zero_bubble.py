@@ -60,7 +60,7 @@ def parts_scalar_s(candidate: Candidate, times: StageTimes) -> float:
     bound = max(num * least_share(times.both, candidate.pp), arriving)
     if candidate.virtual_stages > 1:
         return bound
-    most = min(num, max(most_in_flight(candidate), candidate.pp))
+    most = min(num, max(most_in_flight(candidate.deepest), candidate.pp))
     waiting = (num - most) * both + (most - 1) * least_of(times.input)
     waiting_s = max(float(waiting.sum()) / candidate.pp, float(waiting.max()))
     return max(bound, float(least_of(times.early).sum()) + waiting_s)
@@ -102,7 +102,7 @@ class PartBounds(StageBounds):
     def reach(self) -> Reach:
         stager, stages = self.stager, self.stager.candidate.pp
         work = self.num * prefixes(stage_rows(self.times.both, stages))
-        flying, left = stager.flying[:, None], self.left[:, None]
+        flying, left = stager.flying_at_most[:, None], self.left[:, None]
         waiting = self._returning(self.times, self.whole, flying, left)
         waiting = prefixes(stage_rows(waiting, stages))
         before = least_prefix(self.forward)
@@ -129,7 +129,7 @@ class PartBounds(StageBounds):
         needed = self.again(runs)
         again = np.where(np.isfinite(needed), needed, 0.0)
         others = windows.least_sum(needed) if again.any() else 0.0
-        flying, left = self.stager.flying[stage], self.left[stage]
+        flying, left = self.stager.flying_at_most[stage], self.left[stage]
         sums = StageTimes(
             both=runs.sums(self.times.both),
             forward=runs.sums(self.times.forward),
@@ -193,7 +193,7 @@ class PartBounds(StageBounds):
         """(E) of ZeRO stages that are open, with what is computed again beyond ``again``."""
         if self.open is None or not self.stager.candidate.per_block:
             return 0.0
-        counted = np.maximum(0.0, 2 * self.num - self.stager.flying - 1)
+        counted = np.maximum(0.0, 2 * self.num - self.stager.flying_at_most - 1)
         slowdown = self.stager.sites.slowdown
         gather, reduce = self.traffic_rows()
         more = self.open.least_s(

@@ -66,7 +66,7 @@ class WholePlans:
         yield from members
         cluster = self.pricer.cluster.reordered(candidate.group_order)
         for placement in placements(cluster, candidate.mesh(), self.pin):
-            own = candidate.placed(placement)
+            own = dataclasses.replace(candidate.placed(placement), depths=())
             if own not in members:
                 yield own
                 return
