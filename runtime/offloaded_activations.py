@@ -2,8 +2,9 @@
 
 While the forward runs, autograd saves tensors through hooks: their storages are put on a *shelf*,
 each once, whatever views of it are saved, and autograd gets *handles* in their place. The shelf
-goes to the host and comes back; then handles give the same views of what came back. Storages that
-the forward was given are left where they are: parameters, constants, inputs and activations live on
+goes to the host and comes back; then handles give the same views of what came back, and each
+storage lives as long as a handle of it: until the op that saved it is done. Storages that the
+forward was given are left where they are: parameters, constants, inputs and activations live on
 anyway.
 """
 
@@ -30,26 +31,26 @@ class Shelf:
 
     def __init__(self, given: Iterable[Tensor]) -> None:
         self._given = {_storage(tensor) for tensor in given}
-        self._numbers: dict[tuple[int, torch.dtype], int] = {}
-        self._flat: tuple[Tensor, ...] = ()  # here, each a whole storage
+        self._items: dict[tuple[int, torch.dtype], _Item] = {}
         self._home: tuple[Tensor, ...] = ()  # on the host
         self._out: Copy | None = None
         self._back: Copy | None = None
 
     def hooks(self) -> saved_tensors_hooks:
         """The context in which the forward runs."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return saved_tensors_hooks(self._pack, _unpack)
 
     @property
     def num_bytes(self) -> int:
-        """Of all that is kept here or on the host."""
-        return sum(tensor.nbytes for tensor in self._flat or self._home)
+        """Of all that is on the shelf, here or on the host."""
+        return sum(tensor.nbytes for tensor in self._home or self._here())
 
     def offload(self, copies: HostCopies) -> None:
         """Start to copy all to the host. What is here stays until ``release``."""
-        self._given, self._numbers = set(), {}
-        self._home = tuple(copies.empty(flat.shape, flat.dtype) for flat in self._flat)
-        self._out = copies.send(self._flat, self._home)
+        self._given = set()
+        here = self._here()
+        self._home = tuple(copies.empty(flat.shape, flat.dtype) for flat in here)
+        self._out = copies.send(here, self._home)
 
     def release(self) -> None:
         """Let go of what is here, once it is on the host. What is computed from now on comes after
@@ -57,7 +58,8 @@ class Shelf:
         """
         assert self._out is not None
         self._out.wait()
-        self._flat = ()
+        for item in self._items.values():
+            item.flat = None
 
     def fetch(self, copies: HostCopies) -> None:
         """Start to bring all back, once it is on the host."""
@@ -65,35 +67,48 @@ class Shelf:
         self._back = copies.bring_in_order(self._home, after=self._out)
 
     def wait(self) -> None:
-        """Let what is computed from now on find all here."""
+        """Let what is computed from now on find all here, and autograd's handles alone hold it."""
         assert self._back is not None
         self._back.wait()
-        self._flat, self._home = self._back.tensors, ()
+        for item, tensor in zip(self._items.values(), self._back.tensors, strict=True):
+            item.flat = tensor
+        self._items, self._home, self._out, self._back = {}, (), None, None
+
+    def _here(self) -> list[Tensor]:
+        return [item.flat for item in self._items.values() if item.flat is not None]
 
     def _pack(self, tensor: Tensor) -> Tensor | _Handle:
         if _storage(tensor) in self._given or tensor.is_conj() or tensor.is_neg():
             return tensor
         key = _storage(tensor), tensor.dtype
-        number = self._numbers.get(key)
-        if number is None:
-            number = self._numbers[key] = len(self._flat)
+        item = self._items.get(key)
+        if item is None:
             numel = tensor.untyped_storage().nbytes() // tensor.itemsize
-            self._flat += (tensor.detach().as_strided((numel,), (1,), 0),)
+            item = self._items[key] = _Item(tensor.detach().as_strided((numel,), (1,), 0))
         view = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-        return _Handle(number=number, view=view)
-
-    def _unpack(self, saved: Tensor | _Handle) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        return self._flat[saved.number].as_strided(*saved.view)
+        return _Handle(item=item, view=view)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, eq=False)
+class _Item:
+    """A whole storage, or None while it is on the host only."""
+
+    flat: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Handle:
-    """A view (size, stride, offset) of a storage on the shelf."""
+    """A view (size, stride, offset) of a storage on a shelf."""
 
-    number: int
+    item: _Item
     view: tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+def _unpack(saved: Tensor | _Handle) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    assert saved.item.flat is not None
+    return saved.item.flat.as_strided(*saved.view)
 
 
 class OffloadedActivations:

@@ -66,8 +66,8 @@ def test_a_storage_is_copied_once_and_what_was_given_is_not() -> None:
     with torch.no_grad():  # nothing of it is needed any more
         both.zero_()
     shelf.fetch(copies)
-    shelf.wait()
     assert shelf.num_bytes == kept
+    shelf.wait()
     (gradient,) = torch.autograd.grad(loss, weight)
     again = x @ weight
     (expected,) = torch.autograd.grad((again[:, :2].sin() * again[:, 2:].cos()).sum(), weight)
@@ -97,7 +97,9 @@ def test_parameters_are_never_copied_and_activations_leave_the_device(
         wait(self, cell)
 
     def note(self: OffloadedActivations) -> None:
-        here = sum(bool(shelf._flat) or shelf._back is not None for shelf in self._shelves.values())
+        here = sum(
+            bool(shelf._here()) or shelf._back is not None for shelf in self._shelves.values()
+        )
         most[0] = max(most.get(0, 0), here)
 
     monkeypatch.setattr(OffloadedActivations, "offload", counted)

@@ -4,6 +4,7 @@ threads).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -23,6 +24,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import RecomputeName, ScheduleName
 from autopar.ir.program import bind_axes
 from autopar.ir.randomness import Drawing
+from autopar.runtime.host_copies import HostCopies
+from autopar.runtime.offloaded_activations import Shelf
 from autopar.runtime.segment_runner import SegmentRunner
 from tests.models import SEQ
 from tests.runtime.cases import Setup
@@ -188,9 +191,11 @@ class Watch(TorchDispatchMode):
 
 
 class Layer:
-    """Forward and backward of a layer of Llama on one rank."""
+    """Forward and backward of a layer of Llama on one rank; what is between them may be away on the
+    host meanwhile.
+    """
 
-    def __init__(self, recompute: RecomputeName, *, in_parts: bool) -> None:
+    def __init__(self, recompute: RecomputeName, *, in_parts: bool, is_away: bool = False) -> None:
         program, model, plan = lowered(Setup(name="llama"))
         segment = bind_axes(program, {}).segments[1]
         schedule = dataclasses.replace(plan.schedule, recompute=recompute)
@@ -211,8 +216,16 @@ class Layer:
         self.parameters = [t for v, t in pairs if v.name in names and t.requires_grad]
         (self.given,) = (t for v, t in pairs if v in segment.received and t.requires_grad)
         self.deferred, self.watch = Deferred(), Watch()
-        with self.watch:
+        shelf = Shelf(arguments)
+        with self.watch, shelf.hooks() if is_away else contextlib.nullcontext():
             (result,) = runner(arguments, numbers, self.deferred if in_parts else None)
+        if is_away:
+            copies = HostCopies(result.device)
+            with self.watch:
+                shelf.offload(copies)
+                shelf.release()
+                shelf.fetch(copies)
+                shelf.wait()
         self.root: Any = torch.autograd.graph.get_gradient_edge(result)
         self.up = torch.rand(result.shape, generator=generator)
         self.outside = (*arguments, self.up)
@@ -264,12 +277,17 @@ def test_the_parts_share_the_work_of_the_whole(recompute: RecomputeName):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective_op", "full"])
-def test_between_the_parts_live_operands_and_gradients_of_products(recompute: RecomputeName):
+@pytest.mark.parametrize(
+    ("recompute", "is_away"),
+    [("none", False), ("none", True), ("selective_op", False), ("full", False)],
+)
+def test_between_the_parts_live_operands_and_gradients_of_products(
+    recompute: RecomputeName, is_away: bool
+):
     """Of a layer: what goes into q, k and v, into o, into gate and up, and into down; the gradients
     of all seven results. It is what the cost model says.
     """
-    layer = Layer(recompute, in_parts=True)
+    layer = Layer(recompute, in_parts=True, is_away=is_away)
     if recompute == "full":
         assert layer.alive_bytes() == 0
     layer.backward()
