@@ -503,7 +503,7 @@ def _check_consistency(plan: Plan, where: str) -> None:
     _check_cluster(plan.cluster, where)
     if sorted(plan.mesh.axis_order) != sorted(MESH_AXES):
         raise PlanFormatError(
-            f"mesh.axis_order has {', '.join(plan.mesh.axis_order)}, and not each of "
+            f"mesh.axis_order has {', '.join(plan.mesh.axis_order) or 'no axis'}, and not each of "
             f"{', '.join(MESH_AXES)} once",
             where=where,
         )
@@ -558,8 +558,8 @@ def _check_zero_stages(plan: Plan, where: str) -> None:
 
 
 def _check_recomputed(schedule: SchedulePlan, last_block: int, where: str) -> None:
-    """Blocks are listed for ``recompute`` "blocks" only, and each in one way; those that gather
-    again beside any, but for blocks that are computed again whole.
+    """Blocks are listed for ``recompute`` "blocks" only, and each once and in one way; those that
+    gather again beside any, but for blocks that are computed again whole.
     """
     whole, by_op = schedule.recomputed_blocks, schedule.recomputed_by_op
     gathered = schedule.gathered_again
@@ -574,6 +574,7 @@ def _check_recomputed(schedule: SchedulePlan, last_block: int, where: str) -> No
             )
         if any(not 0 <= block <= last_block for block in blocks):
             raise PlanFormatError(f"{name} that the plan does not have", where=where)
+        _check_once(blocks, name, where)
     _check_apart(
         whole,
         by_op,
@@ -588,6 +589,13 @@ def _check_recomputed(schedule: SchedulePlan, last_block: int, where: str) -> No
         where=where,
         hint="a block that is computed again whole gathers again, too",
     )
+
+
+def _check_once(blocks: Sequence[int], name: str, where: str) -> None:
+    """No block is in a list twice: it would count twice."""
+    twice = sorted({block for block in blocks if blocks.count(block) > 1})
+    if twice:
+        raise PlanFormatError(f"{name} has blocks {', '.join(map(str, twice))} twice", where=where)
 
 
 def _check_apart(
@@ -613,6 +621,7 @@ def _check_offloaded(plan: Plan, where: str) -> None:
             where=where,
             hint="a block whose activations are offloaded is a segment",
         )
+    _check_once(schedule.offloaded_blocks, "offloaded_blocks", where)
     again = {*schedule.recomputed_blocks, *schedule.recomputed_by_op, *schedule.gathered_again}
     _check_apart(
         listed,

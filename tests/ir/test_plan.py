@@ -469,7 +469,9 @@ def test_each_stage_names_the_blocks_whose_ops_it_computes_again() -> None:
             {"recompute": "selective_op", "recomputed_by_op": (0, 1)},
             "recompute selective_op leaves no blocks to list, but recomputed_by_op has 2",
         ),
+        ({"recomputed_by_op": (0, 1, 0)}, "recomputed_by_op has blocks 0 twice"),
         ({"gathered_again": (99,)}, "gathered_again that the plan does not have"),
+        ({"gathered_again": (1, 1)}, "gathered_again has blocks 1 twice"),
         (
             {"recomputed_blocks": (0, 1), "gathered_again": (1, 2)},
             "blocks 1 are in recomputed_blocks and in gathered_again",
