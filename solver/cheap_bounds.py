@@ -93,7 +93,7 @@ class CheapBounds:
 
     def _compute_s(self, candidate: Candidate) -> float:
         """``compute_bound_s`` of a candidate with virtual stages, shared by those alike."""
-        alike, pricer = candidate.of_any_zero, self.pricer
+        alike, pricer = candidate.deepest.of_any_zero, self.pricer
         known = self._compute.get(alike)
         if known is None:
             stager = pricer.stager(candidate, pricer.setting(candidate).least)

@@ -45,6 +45,17 @@ def most_in_flight(candidate: Candidate) -> int:
     return int(in_flight(candidate, 0).max())
 
 
+def most_virtual_in_flight(candidate: Candidate, stage: int) -> int:
+    """No more virtual stages' micro-batches are in flight on a stage of an interleaved order, or of
+    one in two parts.
+    """
+    num, pp, virtual = candidate.num_micro_batches, candidate.pp, candidate.virtual_stages
+    extra = candidate.extra_in_flight if candidate.has_parts else pp - 1
+    longest_round = -(-num // max(1, num // pp))
+    turning = most_forwards(pp, stage, num * virtual, extra)
+    return min(num * virtual, turning + (virtual - 1) * longest_round)
+
+
 def in_parts(candidate: Candidate, stage: int) -> Floats:
     """The same for backwards in two parts: micro-batches of each virtual stage in flight, then in
     as many columns those between the parts.

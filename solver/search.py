@@ -2,7 +2,9 @@
 
 A candidate is refined step by step (``refinement``), each time when its bound is the lowest of all.
 The search ends when no bound is below the best simulated step, or after a fixed number of solved
-candidates. What is then proved is the lowest bound of all candidates, solved ones included.
+candidates, and one of each order of work beside them: where bounds are loose, those of one order
+may all be lower than the others'. What is then proved is the lowest bound of all candidates, solved
+ones included.
 """
 
 from __future__ import annotations
@@ -81,6 +83,8 @@ class Search:
             if meet is not None:
                 run.meet(meet)
             run.refine_lowest()
+        if len(run.solved) >= MAX_SOLVED:
+            run.look_around(stop_at_s)
         return run.result()
 
 
@@ -152,14 +156,34 @@ class _Run:
 
     def is_open(self, stop_at_s: float) -> bool:
         """Whether something may still be better, and limits leave time for it."""
-        if not self.queue or len(self.solved) >= MAX_SOLVED:
-            return False
-        bound = self.queue[0][0]
-        if not math.isfinite(bound) or bound >= self.best_s or bound > self.useful_s:
+        if len(self.solved) >= MAX_SOLVED or not self._may_improve():
             return False
         is_found = self.best is not None or self.start is not None
         is_found = is_found or math.isfinite(self.elsewhere_s)
         return not is_found or time.perf_counter() < stop_at_s
+
+    def look_around(self, stop_at_s: float) -> None:
+        """Solve one candidate of each order of work of which none was solved."""
+        known = {_order_of(solved.candidate) for solved in self.solved}
+        queues: dict[tuple[str, int], list[tuple[float, int, int]]] = {}
+        for entry in self.queue:
+            queues.setdefault(_order_of(self.candidates[entry[1]]), []).append(entry)
+        left: list[tuple[float, int, int]] = []
+        for order, self.queue in queues.items():
+            heapq.heapify(self.queue)
+            num = len(self.solved)
+            while order not in known and self._may_improve() and len(self.solved) == num:
+                if time.perf_counter() >= stop_at_s:
+                    break
+                self.refine_lowest()
+            left += self.queue
+        self.queue = left
+
+    def _may_improve(self) -> bool:
+        if not self.queue:
+            return False
+        bound = self.queue[0][0]
+        return math.isfinite(bound) and bound < self.best_s and bound <= self.useful_s
 
     def meet(self, meet: Callable[[float], float]) -> None:
         """Now and then: tell the shortest step so far, and hear of another one."""
@@ -221,3 +245,8 @@ class _Run:
             left=left,
             unsettled=self.unsettled,
         )
+
+
+def _order_of(candidate: Candidate) -> tuple[str, int]:
+    """The order of its work."""
+    return candidate.schedule, candidate.virtual_stages

@@ -320,7 +320,7 @@ def _depths(pp: int, schedule: ScheduleName, num_forwards: int, pin: Pins) -> tu
     """
     if "extra_in_flight" in pin or "schedule" in pin or schedule not in DEEPENED:
         return (int(pin.get("extra_in_flight", 0)),)
-    most = max(0, min(pp, num_forwards - pp + 1) - 1)
+    most = min(pp - 1, max(0, num_forwards - 1) // 2)  # stage p − 2 − k has all from 2k + 2 on
     some = (2**power - 1 for power in range(most.bit_length()))
     return (*(depth for depth in some if depth < most), most)
 

@@ -269,11 +269,12 @@ class Stager:
         return float(self._borders(border)[block])
 
     def borders_s(self, cuts: Ints) -> Floats:
-        """The same of the first blocks of stages: of each choice of cuts, a row with a number for
-        each border.
+        """The same of the first blocks of stages or virtual stages: of each choice of cuts, a row
+        with a number for each border.
         """
-        ways = self._ways_over[: cuts.shape[1]]
-        kinds = {way: self._borders(border) for border, way in enumerate(ways)}
+        borders = [number % self.candidate.pp for number in range(cuts.shape[1])]
+        ways = [self._ways_over[border] for border in borders]
+        kinds = {way: self._borders(border) for border, way in zip(borders, ways, strict=True)}
         if not kinds:
             return np.zeros(cuts.shape)
         places = list(kinds)

@@ -14,6 +14,7 @@ import numpy as np
 
 from autopar.solver.bounds import StageTimes
 from autopar.solver.facts import Floats
+from autopar.solver.in_flight import most_virtual_in_flight
 from autopar.solver.recomputing import least_cut_again_s
 from autopar.solver.runs import Ints, Rounds, Runs, rounds_of
 from autopar.solver.stages import Stager
@@ -90,7 +91,8 @@ def compute_bound_s(stager: Stager, times: StageTimes, cuts: Sequence[tuple[int,
     nothing: Floats = np.zeros((len(cuts), stager.candidate.pp))
     work = stager.candidate.num_micro_batches * rounds.sums(times.both)
     busy = _busy_s(stager, times, cuts, rounds, work=work, once=nothing, traffic=False)
-    return float(busy.max(axis=1).min())
+    turning = _turning_s(stager, times, cuts, rounds)
+    return float(np.maximum(busy, turning).max(axis=1).min())
 
 
 def cut_bounds_s(
@@ -104,7 +106,7 @@ def cut_bounds_s(
     used first, after it the reduction of the same. Its other gathers and reductions between the
     first forward and the last backward run beside its work, which they slow down, or make it wait
     once more; by themselves they take as long as they take. For backwards in two parts see
-    ``_parts_s``.
+    ``_parts_s``; for what is waited for because only so much is in flight ``_turning_s``.
     """
     candidate, pp = stager.candidate, stager.candidate.pp
     rounds = rounds_of(cuts, pp)
@@ -117,8 +119,37 @@ def cut_bounds_s(
     work = candidate.num_micro_batches * (rounds.sums(times.both) + again) + beside
     once = rounds.sums(stager.once_s()) + stager.sites.step_s
     busy = _busy_s(stager, times, cuts, rounds, work=work, once=once, traffic=True)
+    busy = np.maximum(busy, _turning_s(stager, times, cuts, rounds))
     found: Floats = np.maximum(busy, stream + once).max(axis=1)
     return found
+
+
+def _turning_s(
+    stager: Stager, times: StageTimes, cuts: Sequence[tuple[int, ...]], rounds: Rounds
+) -> Floats:
+    """Of each choice of cuts and stage: the first micro-batch's way to it and back, and between
+    them what it takes until all have turned round.
+
+    A forward of a virtual stage is in flight until its backward, or its input part, is done: that
+    is after all virtual stages behind it, and the messages to the last one and back. At most n of a
+    stage are at a time, so that Σ of these times over all its virtual stages and micro-batches is
+    at most n times as long as the stage takes from its first forward to its last backward.
+    """
+    candidate = stager.candidate
+    pp, num = candidate.pp, candidate.num_micro_batches
+    if candidate.schedule == "layered":
+        return np.zeros((len(cuts), pp))
+    own = times.early if candidate.has_parts else times.both
+    hops = 2 * stager.borders_s(np.array(cuts)[:, 1:-1])
+    passing = rounds.each.sums(own).reshape(len(cuts), -1)
+    passing[:, :-1] += hops
+    behind = np.cumsum(passing[:, ::-1], axis=1)[:, ::-1].reshape(len(cuts), -1, pp).sum(axis=1)
+    deepest = candidate.deepest
+    flying = np.array([most_virtual_in_flight(deepest, stage) for stage in range(pp)])
+    first = Runs(stage=rounds.stage, first=rounds.each.first[:, 0], end=rounds.each.end[:, 0])
+    passed = _passed_s(first.sums(own), hops[:, : pp - 1])
+    turned: Floats = passed + num * behind / flying
+    return turned
 
 
 def _busy_s(

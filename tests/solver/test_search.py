@@ -437,3 +437,24 @@ def test_a_single_stage_and_tensor_rank_leave_no_gap():
     assert found.certificate.status == "optimal"
     tensor = plan(Cluster("cpu-local", gpus_per_node=4), {**pin, "tp": 2})
     assert tensor.certificate.bound_s <= tensor.prediction.step_s
+
+
+def test_a_limit_leaves_no_order_of_work_without_a_solved_candidate(monkeypatch):
+    """Unless it is bounded by what was found; and what is proved stays true."""
+    cluster = Cluster("cpu-local")
+    found = candidates(cluster, global_batch_size=8, model=DIVISIBLE, pin={"pp": 2})
+    whole = new_search(cluster).run(found)
+    assert whole.best is not None
+    monkeypatch.setattr("autopar.solver.search.MAX_SOLVED", 1)
+    search = new_search(cluster)
+    limited = search.run(found)
+    assert limited.best is not None
+    assert limited.bound_s <= whole.best.step_s <= limited.best.step_s
+    solved = [(one.candidate.schedule, one.candidate.virtual_stages) for one in limited.solved]
+    assert len(solved) == len(set(solved)) > 1
+    left = {
+        (candidate.schedule, candidate.virtual_stages)
+        for bound, _, candidate in limited.left
+        if bound < limited.best.step_s
+    }
+    assert left <= set(solved)
