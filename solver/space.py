@@ -329,17 +329,17 @@ def _holds(candidate: Candidate, pin: Pins) -> bool:
     names = ("micro_batch_size", "recompute")
     if any(name in pin and pin[name] != getattr(candidate, name) for name in names):
         return False
-    if candidate.num_micro_batches == 1 and "schedule" not in pin:
-        # Its forwards have only one order; the layered one keeps its gathers further apart.
-        return candidate.schedule != "layered" and (
-            "virtual_stages" in pin or candidate.virtual_stages == 1
-        )
     if candidate.zero_stages and not candidate.per_block:
         return False  # a virtual stage is one segment, which has one ZeRO stage
     if candidate.offload_activations and not _may_offload(candidate):
         return False
     if candidate.shares and candidate.zero_stage > 1 and candidate.schedule != "layered":
         return False  # gathers or reductions of each micro-batch, which some ranks do not have
+    if candidate.num_micro_batches == 1 and "schedule" not in pin:
+        # Its forwards have only one order; the layered one keeps its gathers further apart.
+        return candidate.schedule != "layered" and (
+            "virtual_stages" in pin or candidate.virtual_stages == 1
+        )
     # Interleaved, fewer micro-batches than stages leave stages waiting as if there were no others.
     is_short = candidate.num_micro_batches < candidate.pp and candidate.schedule != "layered"
     is_short = is_short and candidate.virtual_stages > 1

@@ -110,6 +110,17 @@ def test_pins_that_offloading_does_not_go_with_are_named(
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize("pins", [{"recompute": "full"}, {"zero_stages": "open"}], ids=str)
+def test_nothing_is_offloaded_beside_what_it_does_not_go_with(pins: dict[str, int | str]) -> None:
+    """However many micro-batches there are: of one, too."""
+    pins = pins | {"offload_activations": "open", "dp_shard": 2, "tp": 1}
+    found = deep(FOUR, pins).candidates
+    assert {c.num_micro_batches for c in found} == {1, 2, 4}
+    for candidate in found:
+        decides = candidate.recompute == "full" or candidate.zero_open
+        assert not (candidate.offload_activations and decides), candidate
+
+
 def test_open_activations_are_offloaded_where_that_is_faster_than_computing_again() -> None:
     """Over a link that hides its copies; of how many blocks, the search decides."""
     link = HostLink(bytes_per_s=1e15, node_bytes_per_s=1e15, efficiency=1.0)
