@@ -14,5 +14,6 @@ def bytes_text(num: int) -> str:
 
 
 def counted(num: int, things: str) -> str:
-    """``1 block``, ``2 blocks``; ``things`` is the regular plural."""
-    return f"{num:,} {things if num != 1 else things.removesuffix('s')}"
+    """``1 block``, ``2 blocks``, ``1 batch``; ``things`` is the regular plural."""
+    ending = "es" if things.endswith("ches") else "s"
+    return f"{num:,} {things if num != 1 else things.removesuffix(ending)}"
