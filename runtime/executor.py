@@ -144,6 +144,7 @@ class Executor:
             raise self._failure(action, error) from error
         message = self._communicator.failure()
         if message is not None:
+            self._let_go()
             raise RankFailedError(message, where=self._where(action))
 
     def _is_empty(self, action: Action) -> bool:
@@ -330,12 +331,16 @@ class Executor:
             message = f"{self._where(action)}: {type(error).__name__}: {error}" + (
                 f" in {op}" if op else ""
             )
-        self._state = StepState()
-        self._offloaded.clear()
-        self._store.drop_gradients()
+        self._let_go()
         self._communicator.report_failure(message)
         hint = error.hint if isinstance(error, AutoparError) else None
         return RankFailedError(message, where=self._where(action), hint=hint)
+
+    def _let_go(self) -> None:
+        """Of what a step that failed has made."""
+        self._state = StepState()
+        self._offloaded.clear()
+        self._store.drop_gradients()
 
     def _where(self, action: Action) -> str:
         return f"rank {self._communicator.rank}, stage {self.stage}, action {action}"

@@ -240,6 +240,20 @@ def test_an_exception_on_one_rank_ends_all_ranks(setup: Setup):
         assert "modeling_llama.py" in str(error)
 
 
+def test_a_rank_lets_go_of_its_step_when_another_one_fails(monkeypatch: pytest.MonkeyPatch):
+    engine = alone(Setup(offloaded_blocks=(1, 2)))
+    executor = engine._trainer
+
+    def failure() -> str | None:
+        return "rank 7 is gone" if len(executor._state.tapes) == 3 else None
+
+    monkeypatch.setattr(engine.communicator, "failure", failure)
+    with pytest.raises(RankFailedError, match="rank 7 is gone"):
+        engine.train_step(make_batch("llama", seed=0))
+    assert not executor._state.tapes
+    assert not executor._offloaded._shelves
+
+
 class BrokenMatmul(TorchDispatchMode):
     """Makes every matrix product of this thread raise."""
 
