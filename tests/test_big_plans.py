@@ -26,6 +26,8 @@ from autopar.runtime import Engine, rehearse
 pytestmark = pytest.mark.slow
 
 CONFIGS = Path(__file__).parents[1] / "examples" / "configs"
+pytestmark = pytest.mark.timeout(900)  # minutes on a machine that others share
+
 USABLE_BYTES = 79.15 * 2**30
 SEQ_LEN = 8192
 
