@@ -23,11 +23,10 @@ from autopar.ir.program import Program
 from autopar.passes import lower_plan
 from autopar.runtime import Engine, rehearse
 
-pytestmark = pytest.mark.slow
+# minutes on a machine that others share
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 CONFIGS = Path(__file__).parents[1] / "examples" / "configs"
-pytestmark = pytest.mark.timeout(900)  # minutes on a machine that others share
-
 USABLE_BYTES = 79.15 * 2**30
 SEQ_LEN = 8192
 
